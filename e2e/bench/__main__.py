@@ -57,8 +57,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--requests", type=int, help="of a trace; 0: as many as it usually has")
     add("--rounds", type=int, help="each with a seed of its own")
-    add("--concurrency", type=int, default=4)
-    add("--rate", type=float, default=0.0, help="Poisson arrivals a second instead")
+    add("--concurrency", type=int, help="default 4, with --rate no limit")
+    add("--rate", type=float, default=0.0, help="Poisson arrivals a second")
     add("--max-tokens", type=int, default=16)
     add("--words", type=int, default=50, help="of a question")
     add("--image", type=ImageKind.parse, default=ImageKind(), help="e.g. 1024x1024.jpeg")
@@ -99,8 +99,11 @@ def main(argv: list[str] | None = None) -> int:
         from e2e.bench.truths import truths
 
         asked = truths(arguments.model, arguments.seed, arguments.requests or 24)
+    concurrency = arguments.concurrency
+    if concurrency is None:
+        concurrency = 0 if arguments.rate else 4
     load = BenchLoad(
-        tuple(arguments.traces.split(",")), arguments.requests, arguments.concurrency,
+        tuple(arguments.traces.split(",")), arguments.requests, concurrency,
         arguments.rate, arguments.max_tokens, arguments.words, arguments.image,
         asked.trace if asked else None,
     )  # fmt: skip

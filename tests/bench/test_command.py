@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from foveal_runtime.bench import display, runs
+from foveal_runtime.bench.client import Replay
 from foveal_runtime.bench.report import Report, ratios
 from foveal_runtime.main import cli
 from tests.support.openai_server import OpenAIServer
@@ -192,6 +193,33 @@ def test_foveal_hands_it_on():
     done = subprocess.run([foveal, "bench", "http://127.0.0.1:9"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "foveal: no server answers at http://127.0.0.1:9: Connection refused\n"
+
+
+@pytest.mark.parametrize(("given", "limit"), [([], 0), (["--concurrency", "3"], 3)])
+def test_a_rate_keeps_the_concurrency_that_was_asked_for(given, limit, monkeypatch):
+    runs = []
+    replay = Replay.run
+
+    async def run(self, concurrency=0, starts=()):
+        runs.append((concurrency, bool(starts)))
+        return await replay(self, concurrency, starts)
+
+    monkeypatch.setattr(Replay, "run", run)
+    small = SMALL[: SMALL.index("--concurrency")]
+    with OpenAIServer() as server:
+        argv = ["--traces", "text,text@2", "--rate", "500", *small, *given]
+        assert bench(server.url, *argv) == 0
+    assert runs[1:] == [(limit, True), (2, True)], "the first one warms the server"
+
+
+def test_a_start_that_fails_leaves_no_files(tmp_path, capsys):
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    files = ["--json", kept, "--plot", tmp_path / "a.svg", "--save-trace", tmp_path / "t.jsonl"]
+    assert bench("http://127.0.0.1:9", *files) == 2
+    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [kept]
+    assert kept.read_text() == "{}"
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot", "--save-trace"])

@@ -3,7 +3,7 @@
 import pytest
 
 from foveal_runtime.bench.client import Reply
-from foveal_runtime.bench.display import draw_plot
+from foveal_runtime.bench.display import draw_plot, show
 from foveal_runtime.bench.report import Report, ServerFacts, dumps, loads, problems, ratios, tables
 from foveal_runtime.bench.result import RunResult, summarize
 
@@ -59,6 +59,19 @@ def test_a_run_is_summed_up():
     assert fields["itl_ms"]["max"] == pytest.approx(200)
     assert fields["ttft_by_turn_ms"] == pytest.approx([100, 200])
     assert fields["num_cached_tokens"] == 80
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_no_figure_is_cut_off(is_terminal, monkeypatch, capsys):
+    name = "a-server-with-quite-a-long-name.models.svc.example:8000"
+    found = report(result(name, 0, 1e-3), result("theirs", 0, 4))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    show(found)
+    lines = capsys.readouterr().out.splitlines()
+    for table in tables(found):
+        for row in [table.columns, *table.rows]:
+            assert any(all(cell in line for cell in row) for line in lines), row
 
 
 def test_ratios_are_of_the_first_server():

@@ -160,6 +160,45 @@ def test_images_are_pasted_and_dropped_and_other_files_are_refused(
     assert figure(page, "IPC cache").startswith("0 of 1 held")
 
 
+def test_the_length_is_told_once_an_engine_has_told_it(shared: Any, open_page: Any) -> None:
+    page = open_page("about:blank")
+    told: list[int] = []
+
+    def answer(route: Route) -> None:
+        card = route.fetch().json()
+        told.append(card["data"][0]["max_model_len"])
+        if len(told) == 1:
+            card["data"][0]["max_model_len"] = 0
+        route.fulfill(json=card)
+
+    page.route("**/v1/models", answer)
+    page.goto(shared[1].url)
+    expect(page.locator("#limits")).to_contain_text("The model is loading; per conversation")
+    expect(page.locator("#limits")).to_contain_text(f"Up to {told[0]:,} tokens; per conversation")
+
+
+def test_a_rate_is_shown_where_there_is_time_to_count(shared: Any, open_page: Any) -> None:
+    """Eight tokens in one piece came at Infinity per second."""
+    page = open_page(shared[1].url)
+    shown = """ended => { const article = document.createElement("article");
+      report(article, {at: 0, bytes: 0}, 100, ended, {completion_tokens: 9, prompt_tokens: 1});
+      return article.textContent; }"""
+    assert "9 tokens, 8 per second" in page.evaluate(shown, 1100)
+    for ended in (100, 149):
+        assert "per second" not in page.evaluate(shown, ended)
+
+
+def test_text_that_is_dragged_is_the_browsers_to_drop(shared: Any, open_page: Any) -> None:
+    page = open_page(shared[1].url)
+    taken = """name => { const dataTransfer = new DataTransfer();
+      dataTransfer.setData("text/plain", "dragged");
+      const options = {dataTransfer, bubbles: true, cancelable: true};
+      return !document.getElementById("text").dispatchEvent(new DragEvent(name, options)); }"""
+    assert not page.evaluate(taken, "dragover")
+    assert "drop" not in (page.get_attribute("#form", "class") or "")
+    assert not page.evaluate(taken, "drop")
+
+
 STRANGERS = """async () => {
   const script = document.createElement("script");
   script.textContent = "window.ran = true";

@@ -71,6 +71,11 @@ OPTIONS: list[tuple[list[str], str | None]] = [
 
 FILES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("./modle", lambda _: None, "there is no directory ./modle (did you mean model?)"),
+    ("~no-such-user/model", lambda _: None,
+     "~no-such-user/model: the home of user no-such-user is not known: write its whole path"),
+    ("org/tiny-vl", lambda folder: (folder / "org/tiny-vlm").mkdir(parents=True),
+     "there is no directory org/tiny-vl (did you mean org/tiny-vlm?); a model of the Hugging Face "
+     "hub is then written hf://org/tiny-vl"),
     ("/no/such/model", lambda _: None,
      "there is no directory /no/such/model: /no does not exist; a model of the Hugging Face hub is "
      "written ORG/NAME"),

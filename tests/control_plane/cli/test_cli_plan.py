@@ -77,6 +77,27 @@ def test_yaml_is_what_the_operator_applies(files: Any, capsys: Any) -> None:
     assert out.startswith("# Secret qwen-curve: created once")
 
 
+def test_the_namespace_of_the_flag_is_that_of_the_objects(files: Any, capsys: Any) -> None:
+    body = resource()
+    del body["metadata"]["namespace"]
+    files[0].write_text(yaml.safe_dump(body))
+    assert plan(files, *GPU, "-o", "yaml", "-n", "vision") == 0
+    found = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert {one["metadata"]["namespace"] for one in found} == {"vision"}
+    files[0].write_text(yaml.safe_dump(resource()))
+    assert plan(files, *GPU, "-n", "models") == 0
+    capsys.readouterr()
+    for more in ([], ["--server"]):
+        assert plan(files, *GPU, "-n", "vision", *more) == 2
+        assert f"--namespace vision: {files[0]} names namespace models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--context", "--kubeconfig"])
+def test_a_cluster_is_named_only_where_it_is_read(files: Any, capsys: Any, flag: str) -> None:
+    assert plan(files, *GPU, flag, "here") == 2
+    assert f"{flag} names a cluster, which only --server reads" in capsys.readouterr().err
+
+
 def test_json_is_for_programs(files: Any, capsys: Any) -> None:
     assert plan(files, *GPU, "-o", "json") == 0
     body = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from foveal_operator.cli.plan.render import plan_table
 from foveal_operator.cli.status import command as cli_status
 from foveal_operator.cli.status.view import budget_text, resource_table, status_text
 from foveal_operator.cli.terminal import Style, visible_width
-from foveal_operator.common.errors import ClusterAnswerError, TimeRanOut
+from foveal_operator.common.errors import ClusterAnswerError, TimeRanOut, UsageError
 from foveal_operator.kube.reader import UnreachableError
 from foveal_operator.testing.fake_reader import FakeReader
 from tests.support.cluster_samples import (
@@ -197,11 +197,32 @@ def test_wait_for_other_conditions_and_for_deletion() -> None:
     assert wait(Story(serving(), None), "--for", "delete") == (0, 1)
 
 
+@pytest.mark.parametrize("goal", ["ready", "condition=READY", "Ready=true", "Stalled=False"])
+def test_wait_reads_conditions_as_kubectl_does(goal: str) -> None:
+    assert wait(Story(failing(), serving()), "--for", goal) == (0, int(goal != "Stalled=False"))
+
+
+def test_wait_for_a_condition_that_does_not_hold(capsys: Any) -> None:
+    assert wait(Story(serving(), failing()), "--for", "ready=false") == (0, 1)
+    assert capsys.readouterr().out.splitlines() == [
+        "qwen: not Ready=False (Ready): every replica of this revision serves",
+        "qwen: Ready=False (Unschedulable)",
+    ]
+
+
+def test_wait_refuses_what_never_comes() -> None:
+    with pytest.raises(UsageError, match=r"--for Redy: there is no such condition; give delete or "
+                       r"one of SpecAccepted, .*, Ready, "):  # fmt: skip
+        wait(Story(), "--for", "Redy")
+    with pytest.raises(UsageError, match="--for Ready=Yes: the status of a condition is True,"):
+        wait(Story(), "--for", "Ready=Yes")
+
+
 def test_wait_gives_up_in_time() -> None:
     with pytest.raises(TimeRanOut, match="qwen is not Ready after 2 s: not Ready"):
         wait(Story(*[failing()] * 5), "--timeout", "2s")
-    with pytest.raises(TimeRanOut, match="there is no condition Mirrored yet"):
-        wait(Story(serving()), "--for", "Mirrored", "--timeout", "0")
+    with pytest.raises(TimeRanOut, match="there is no condition CachesMirrored yet"):
+        wait(Story(serving()), "--for", "CachesMirrored", "--timeout", "0")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from foveal_operator.cli import main as cli
 from foveal_operator.cli.dashboard import layout
 from foveal_operator.cli.dashboard.command import BOARD_NAMES
 from foveal_operator.cli.dashboard.page import About, page
-from foveal_operator.cli.dashboard.promql.samples import Line
+from foveal_operator.cli.dashboard.promql.evaluate import ask
+from foveal_operator.cli.dashboard.promql.samples import Line, Store, labels_of
 from foveal_operator.cli.dashboard.sources import Prometheus
 from foveal_operator.observability.boards import BOARDS
 from foveal_operator.observability.panel import Board
@@ -55,6 +56,24 @@ def test_goals_are_lines_where_they_lie_within_the_axis() -> None:
         assert len(lines) == len(goals)
     # An axis that ends at 1 has its goals in any case, the other one only where values come near.
     assert shown(memory, 0.01, 0.01, 0.01)[0].count('<line class="goal') == 2
+
+
+@pytest.mark.parametrize(
+    ("each", "share"),
+    [({"2xx": 0, "5xx": 0}, 0), ({"2xx": 3}, 0), ({"2xx": 3, "5xx": 1}, 0.25), ({}, 0)],
+    ids=["idle", "no failure yet", "one of four", "no request ever"],
+)
+def test_errors_are_a_number_on_an_idle_server(each: dict[str, int], share: float) -> None:
+    store = Store()
+    for scrape in range(4):
+        counts = {status: 7.0 + number * scrape for status, number in each.items()}
+        store.add(15.0 * scrape, [
+            ("http_requests_total", labels_of({"handler": "/v1/models", "status": one}), count)
+            for one, count in counts.items()
+        ])  # fmt: skip
+    [tile] = [panel for panel in layout.HEADLINES if panel.title == "Errors"]
+    [found] = ask(store, layout.Chosen(window_seconds=60).fill(tile.main.expr), [45.0])
+    assert found.newest(45.0) == pytest.approx(share)
 
 
 def test_boards_are_chosen_by_their_names() -> None:

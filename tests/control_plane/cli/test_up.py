@@ -5,6 +5,7 @@ The real ones are asked in tests/processes/test_up.py.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -161,6 +162,33 @@ def test_dry_run_writes_documents_and_starts_nothing(up: Start, tmp_path: Path) 
     names = ["tiny-engine-0.json", "tiny-engine-1.json", "tiny-frontend-0.json"]
     assert running.text.split() == [str(tmp_path / "up" / name) for name in names]
     assert not list((tmp_path / "up").glob("*.log"))
+
+
+def changed(tmp_path: Path, part: str, **spec: object) -> list[str]:
+    """Arguments that name the small resource with a change in a part of its spec."""
+    body: Obj = yaml.safe_load((ROOT / "examples/mmi-cpu-laptop.yaml").read_text())
+    body["spec"][part] = {**body["spec"].get(part, {}), **spec}
+    file = tmp_path / "changed.yaml"
+    file.write_text(yaml.safe_dump(body))
+    return ["-f", str(file)]
+
+
+def test_dry_run_takes_no_shared_memory(up: Start, tmp_path: Path) -> None:
+    shared = {"type": "SharedMemory", "claimName": "shm"}
+    running = up("--dry-run", *changed(tmp_path, "caches", ipc=shared))
+    assert running.end() == 0, running.text
+    document = json.loads((tmp_path / "up/tiny-engine-0.json").read_text())
+    assert document["shm_directory"] == "/dev/shm"
+
+
+@pytest.mark.parametrize("part", ["engine", "frontend"])
+def test_no_replicas_leave_no_folder(up: Start, tmp_path: Path, part: str) -> None:
+    running = up(*changed(tmp_path, part, replicas=0), folder=False)
+    assert running.end() == 2
+    assert running.text.endswith(
+        "foveal: the resource asks for no replicas: give --engines and --frontends\n"
+    )
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(

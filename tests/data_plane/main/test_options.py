@@ -18,6 +18,7 @@ from foveal_runtime.main.local.serve import known_items, local_documents
 from foveal_runtime.main.local.sizing import installed_versions
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.config import ModalitiesConfig
+from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LocalDeploymentConfig
 from foveal_runtime.plan.machine import Machine
 from foveal_runtime.plan.profile import ItemProfile, ModelProfile, ProfileLimits
@@ -34,12 +35,10 @@ def profile_of_today(**versions: str) -> ModelProfile:
 
 
 def parse(*argv: str, environment: dict[str, str] | None = None) -> argparse.Namespace:
-    more, model = configured(argv, environment or {})
     parser = Parser()
     add_options(parser)
-    found = parser.parse_args([*more, *argv])
-    found.model = found.model or model
-    return found
+    parser.set_defaults(**configured(argv, environment or {}))
+    return parser.parse_args(argv)
 
 
 def help_text(capsys: Any) -> str:
@@ -79,6 +78,42 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
                   environment={"FOVEAL_SERVE_PORT": "2", "FOVEAL_SERVE_ENGINES": "4"})  # fmt: skip
     assert (found.port, found.num_engines, found.kv_bytes) == (3, 4, 8 << 30)
     assert (found.model, found.max_num_seqs) == ("org/tiny", 128)
+
+
+def test_switches_and_lists_of_one_source_replace_those_of_another(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "no-page: true\nrun-ahead: on\nallowed-domain: [a.example, b.example]\nlora: x=/x\n"
+    )
+    argv = ["--config", str(file)]
+    found = parse(*argv)
+    assert (found.page, found.run_ahead, found.loras) == (False, "on", ["x=/x"])
+    assert found.allowed_domains == ["a.example", "b.example"]
+    environment = {"FOVEAL_SERVE_NO_PAGE": "false", "FOVEAL_SERVE_ALLOWED_DOMAIN": "c.example"}
+    found = parse(*argv, "--lora", "y=/y", "--lora", "z=/z", environment=environment)
+    assert (found.page, found.loras) == (True, ["y=/y", "z=/z"])
+    assert found.allowed_domains == ["c.example"]
+    flags = ["--no-page", "--allowed-domain", "d.example"]
+    found = parse(*argv, *flags, environment=environment)
+    assert (found.page, found.allowed_domains) == (False, ["d.example"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("port: web", "port: 'web' is not a whole number of at least 0"),
+     ("dtype: float8", "dtype is float8: choose from auto, float32, bfloat16, float16"),
+     ("name: on", "name is true: put it in quotes"),
+     ("port: [1, 2]", "port needs one value")],
+)  # fmt: skip
+def test_a_refused_value_names_where_it_stands(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(StartupError) as refused:
+        parse("--config", str(file))
+    assert refused.value.message == f"--config {file}: {said}"
+    with pytest.raises(StartupError) as refused:
+        parse(environment={"FOVEAL_SERVE_KV_CACHE": "much"})
+    assert refused.value.message.startswith("FOVEAL_SERVE_KV_CACHE: kv-cache: 'much' is not a size")
 
 
 def test_cache_events_have_two_ports_for_each_engine() -> None:

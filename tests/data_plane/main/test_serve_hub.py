@@ -97,11 +97,9 @@ def test_a_model_lands_in_the_usual_cache_and_is_not_downloaded_twice(
     assert len(hub.asked) == asked
 
 
-def test_a_terminal_shows_a_bar_for_each_file_and_one_for_all(serve: Starts, hub: Hub) -> None:
-    """And a log a line. The library's own bars are not shown beside them."""
-    hub.files["more.safetensors"] = safetensors(3 << 20)
-    hub.gate.clear()
-    begun = {f"GET /org/tiny/resolve/{COMMIT}/{name}" for name in hub.files if "safet" in name}
+def on_a_terminal(serve: Starts, look: Callable[[bytes, int], None]) -> tuple[int, bytes]:
+    """(exit code, output) of a start on a terminal. `look` gets all output so far, and the
+    terminal, which it may type into."""
     pid, terminal = pty.fork()
     if pid == 0:
         environment = {**serve.environment, "TERM": "xterm", "COLUMNS": "100"}
@@ -110,15 +108,42 @@ def test_a_terminal_shows_a_bar_for_each_file_and_one_for_all(serve: Starts, hub
     with contextlib.suppress(OSError):  # the terminal's other end is closed
         while data := os.read(terminal, 65536):
             shown += data
-            if b"more.safetensors" in shown and begun <= set(hub.asked):
-                hub.gate.set()
+            look(shown, terminal)
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (0, 3), shown
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
+
+
+def test_a_terminal_shows_a_bar_for_each_file_and_one_for_all(serve: Starts, hub: Hub) -> None:
+    """And a log a line. The library's own bars are not shown beside them."""
+    hub.files["more.safetensors"] = safetensors(3 << 20)
+    hub.gate.clear()
+    begun = {f"GET /org/tiny/resolve/{COMMIT}/{name}" for name in hub.files if "safet" in name}
+
+    def look(shown: bytes, terminal: int) -> None:
+        if b"more.safetensors" in shown and begun <= set(hub.asked):
+            hub.gate.set()
+
+    code, shown = on_a_terminal(serve, look)
+    assert code in (0, 3), shown
     drawn = {line.split()[0] for line in _PLAIN.sub(b"", shown).splitlines() if b"MiB " in line}
     assert {b"model.safetensors", b"more.safetensors", b"all"} <= drawn, shown
     assert b"4.0/4.0 MiB" in shown
     assert b"Fetching" not in shown
     assert b"Reconstruct" not in shown
+
+
+def test_ctrl_c_in_a_download_gives_the_cursor_back(serve: Starts, hub: Hub) -> None:
+    hub.gate.clear()
+    typed: list[int] = []
+
+    def look(shown: bytes, terminal: int) -> None:
+        if b"model.safetensors" in shown and not typed:
+            typed.append(os.write(terminal, b"\x03"))
+
+    code, shown = on_a_terminal(serve, look)
+    assert code == 130, shown
+    assert b"interrupted; the next start continues" in shown
+    assert -1 < shown.rfind(b"\x1b[?25l") < shown.rfind(b"\x1b[?25h")
 
 
 def test_ctrl_c_in_a_download_is_one_line_and_the_next_start_goes_on(

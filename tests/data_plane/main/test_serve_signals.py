@@ -95,3 +95,31 @@ def test_while_weights_are_loaded(start: Callable[..., Start], tmp_path: Path) -
     assert out.endswith("drained and ended\n")
     assert one.children() == []
     assert not list(tmp_path.glob("foveal-*"))
+
+
+def test_while_nobody_reads_the_output(start: Callable[..., Start], tmp_path: Path) -> None:
+    """`foveal serve | tee log`: Ctrl-C ends tee, too, and streams may still finish."""
+    one = start()
+    one.until("engine-0 is starting")
+    assert one.process.stdout is not None
+    one.process.stdout.close()
+    code, _, err = one.interrupt()
+    assert (code, err) == (0, "")
+    assert one.children() == []
+    assert not list(tmp_path.glob("foveal-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [(["--print-config"], 0), (["--profile", "/nonexistent"], 2)]
+)
+def test_a_pipe_that_nobody_reads_changes_no_exit_code(options: list[str], code: int) -> None:
+    """`foveal serve --print-config m | true`, and a mistake whose line nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "foveal_runtime.main.cli", "serve", str(MODEL), *options]
+    is_said = bool(code)
+    done = subprocess.run(
+        command, stdout=writer, stderr=writer if is_said else subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr or b"") == (code, b"")

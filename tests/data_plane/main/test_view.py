@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from foveal_runtime.main.local.launch import Supervisor
 from foveal_runtime.main.local.view import (
     ProcessFigures,
     Readings,
+    Screen,
     Snapshot,
     Totals,
     View,
@@ -173,6 +178,14 @@ def test_a_terminal_keeps_the_last_state_and_the_cursor() -> None:
     assert "Ctrl-C drains and ends" in out.getvalue()
 
 
+def test_what_nobody_reads_any_more_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out, View(Screen(file=out)) as view:
+        view.say("starting")
+        view.show(snapshot())
+
+
 def test_figures_are_asked_for_only_where_they_are_shown() -> None:
     """Each look at /metrics costs three processes some milliseconds: as a program's log line it is
     wanted twice a minute, on a terminal once a second."""
@@ -186,3 +199,48 @@ def test_figures_are_asked_for_only_where_they_are_shown() -> None:
             asked[name] += view.shows_figures(float(seconds))
             view.show(snapshot(seconds=float(seconds), processes=()))
     assert asked == {"log": 3, "screen": 90}
+
+
+class Process:
+    """A child as the supervisor sees it."""
+
+    config = SimpleNamespace(model=SimpleNamespace(served_name="tiny-vlm"))
+    url = "http://127.0.0.1:8000"
+    exit_code: int | None = None
+
+    def __init__(self, role: str, text: str) -> None:
+        self.role = self.name = role
+        self.text = text
+
+    def is_ready(self) -> bool:
+        return True
+
+    def metrics(self) -> str:
+        return self.text
+
+    def resident_bytes(self) -> int:
+        return 0
+
+
+def test_what_has_ended_has_nothing_in_flight() -> None:
+    """The last line said that four were, at 30 tokens a second."""
+    engine, frontend, other = (
+        Process("engine", ENGINE), Process("frontend", FRONTEND), Process("other", FRONTEND)
+    )  # fmt: skip
+    deployment: Any = SimpleNamespace(engines=[engine], frontends=[frontend, other])
+    shown: list[Snapshot] = []
+    supervisor = Supervisor(
+        "tiny", deployment, show=shown.append, shows_figures=lambda _: True, say=str,
+        start_timeout_seconds=1.0, drain_timeout_seconds=1.0,
+    )  # fmt: skip
+    supervisor._look()
+    other.exit_code = 0
+    supervisor._look()
+    frontend.exit_code = 0
+    supervisor._look()
+    engine.exit_code = 0
+    supervisor._look()
+    assert [one.totals.requests_inflight for one in shown] == [8, 4, 0, 0]
+    assert [one.totals.requests for one in shown] == [24] * 4
+    assert [one.tokens_per_second for one in shown][1:] == [0.0] * 3
+    assert shown[0].tokens_per_second > 0

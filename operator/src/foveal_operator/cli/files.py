@@ -34,17 +34,18 @@ def _read(path: str, what: str) -> str:
     return text
 
 
-def read_resource(path: str) -> InferenceSpec:
-    """The one MultiModalInference of a file that may hold other objects beside it."""
-    return _read_both(path)[1]
+def read_resource(path: str, namespace: str = "") -> InferenceSpec:
+    """The one MultiModalInference of a file that may hold other objects beside it. `namespace`: the
+    user's, for a resource that names none."""
+    return _read_both(path, namespace)[1]
 
 
-def read_resource_object(path: str) -> dict[str, Any]:
+def read_resource_object(path: str, namespace: str = "") -> dict[str, Any]:
     """The same as it stands in the file, once it has been found in order."""
-    return _read_both(path)[0]
+    return _read_both(path, namespace)[0]
 
 
-def _read_both(path: str) -> tuple[dict[str, Any], InferenceSpec]:
+def _read_both(path: str, namespace: str) -> tuple[dict[str, Any], InferenceSpec]:
     try:
         documents = [d for d in yaml.safe_load_all(_read(path, "resource")) if d is not None]
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date, a number, depth
@@ -55,11 +56,25 @@ def _read_both(path: str) -> tuple[dict[str, Any], InferenceSpec]:
     if len(found) != 1:
         raise UsageError(f"{path} holds {len(found)} MultiModalInference objects; give one")
     try:
-        return found[0], parse(found[0])
+        body = _placed(path, found[0], namespace) if namespace else found[0]
+        return body, parse(body)
     except SpecError as error:
         raise invalid(path, error) from error
     except RecursionError as error:
         raise UsageError(f"{path} has an anchor inside itself: write its content out") from error
+
+
+def _placed(path: str, body: dict[str, Any], namespace: str) -> dict[str, Any]:
+    metadata = body.get("metadata")
+    if not isinstance(metadata, dict):
+        return body  # is refused for that
+    own = metadata.get("namespace") or namespace
+    if own != namespace:
+        raise UsageError(
+            f"--namespace {namespace}: {path} names namespace {own}: leave the flag out, or change "
+            "metadata.namespace"
+        )
+    return {**body, "metadata": {**metadata, "namespace": namespace}}
 
 
 def read_profile(path: str) -> ModelProfile:

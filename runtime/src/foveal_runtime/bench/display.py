@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
@@ -116,10 +117,15 @@ class BarProgress(RunProgress):
 
 
 def show(report: Report) -> list[str]:
-    """Prints tables and the verdict; returns what is wrong."""
+    """Prints tables, every cell whole, and the verdict; returns what is wrong."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for table in tables(report):
-        console.print(_rich(table))
+    drawn = [_rich(table) for table in tables(report)]
+    unbounded = console.options.update(max_width=sys.maxsize)
+    # A terminal that is too narrow wraps the lines; figures that are cut off are of no use.
+    needed = max(Measurement.get(console, unbounded, table).maximum for table in drawn)
+    console.width = max(console.width, needed)
+    for table in drawn:
+        console.print(table)
     wrong = problems(report)
     console.print(verdict(wrong).strip(), style="red" if wrong else "green", markup=False)
     return wrong

@@ -27,7 +27,7 @@ AGAIN_SEED = 1_000_000_000
 
 
 class BenchLoad(NamedTuple):
-    """`rate` 0: as many conversations at a time as `concurrency` says; else arrivals a second.
+    """`concurrency`: conversations at a time, 0: no limit. `rate`: arrivals a second, 0: at once.
 
     A kind may say its own: `text@32` has 32 conversations at a time, and at least 64 requests.
     `saved`: replayed instead of kinds; at its own times when both `rate` and `concurrency` are 0.
@@ -199,7 +199,7 @@ def _replay(
     concurrency = own or load.concurrency
     starts: Sequence[float] = ()
     if load.rate:
-        starts, concurrency = poisson_starts(seed, len(trace.conversations), load.rate), 0
+        starts = poisson_starts(seed, len(trace.conversations), load.rate)
     elif not concurrency:
         starts = trace.starts
     replay = Replay(target, trace, urls, on_reply, load.timeout_seconds)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from foveal_runtime.main.launcher import end_with_parent
@@ -40,7 +42,8 @@ PROGRAM = os.environ.get("FOVEAL_PROGRAM", "foveal-runtime")
 """As it was called: `foveal serve` hands on to this program."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(defaults: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """`defaults`: of `serve`, by their field."""
     parser = Parser(prog=PROGRAM, description="Foveal's data plane: frontends and engines.")
     parser.add_argument("--version", action="version", version=runtime_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -52,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(serve)
+    serve.set_defaults(**(defaults or {}))
     bench.add_options(
         commands.add_parser(
             "bench",
@@ -172,30 +176,62 @@ def main(argv: list[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         complete()
     given = sys.argv[1:] if argv is None else argv
+    code = 0
     try:
-        model = ""
-        if given[:1] == ["serve"]:
-            more, model = configured(given[1:])
-            given = ["serve", *more, *given[1:]]
-        arguments = parser().parse_args(given)
-        if arguments.command == "serve" and arguments.model is None:
-            arguments.model = model
-        return _run(arguments)
+        code = _answer(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if given[:1] in _ROLES or not _leave_unread():
+            raise
+    return code
+
+
+_ROLES = (["engine"], ["frontend"])
+
+
+def _answer(given: list[str]) -> int:
+    """Runs the command and says, in a line, how it failed."""
+    try:
+        defaults = configured(given[1:]) if given[:1] == ["serve"] else {}
+        return _run(parser(defaults).parse_args(given))
     except StartupError as error:
         _say(f"{PROGRAM}: {error.message}")
-        print(f"{PROGRAM}: {error.message}", file=sys.stderr)
+        _tell(error.message)
         return int(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted; the next start continues", file=sys.stderr)
+        _tell("interrupted; the next start continues")
         return 130
     except Exception as error:
         # Of a user's files and disks; an engine's or a frontend's failure keeps its traceback.
-        is_ours = given[:1] not in (["engine"], ["frontend"])
+        is_ours = given[:1] not in _ROLES
         if is_ours and isinstance(error, OSError) and (said := file_problem(error)):
-            print(f"{PROGRAM}: {said}", file=sys.stderr)
+            _tell(said)
             return 2
         _say(f"{type(error).__name__}: {error}")
         raise
+
+
+def _tell(line: str) -> None:
+    try:
+        print(f"{PROGRAM}: {line}", file=sys.stderr)
+    except BrokenPipeError:
+        _leave_unread()
+
+
+def _leave_unread() -> bool:
+    """Whether a reader of our output has seen enough (`| head`). What is left goes nowhere, so that
+    the interpreter's end does not try again."""
+    gone = [one for one in (1, 2) if _is_unread(one)]
+    with open(os.devnull, "w") as nowhere:
+        for one in gone:
+            os.dup2(nowhere.fileno(), one)
+    return bool(gone)
+
+
+def _is_unread(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _say(line: str) -> None:

@@ -108,6 +108,18 @@ def test_positions_of_encoders_are_counted(tmp_path: Path) -> None:
     assert largest_items(str(path), LIMITS, CONTEXT)["image"].profile.num_patches == 2 * 2
 
 
+def test_patches_that_the_configuration_leaves_to_its_family_are_counted(tmp_path: Path) -> None:
+    """Configurations of older transformers name only what differs from the family's defaults."""
+    path = tiny_processors.save("llava", tmp_path)
+    vision = {"model_type": "clip_vision_model", "image_size": 32}
+    counted = []
+    for more in ({}, {"patch_size": 32}, {"patch_size": 8}, {"patch_size": None}):
+        config = {"model_type": "llava", "vision_config": {**vision, **more}}
+        (path / "config.json").write_text(json.dumps(config))
+        counted.append(largest_items(str(path), LIMITS, CONTEXT)["image"].profile.num_patches)
+    assert counted == [1, 1, 16, 0], "patches of 32 pixels are the default of CLIP"
+
+
 def test_items_longer_than_the_context_do_not_count(tmp_path: Path) -> None:
     path = str(tiny_processors.save("qwen2_vl", tmp_path))
     short = largest_items(path, LIMITS, 40)

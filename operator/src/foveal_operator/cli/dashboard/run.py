@@ -37,6 +37,7 @@ class DashboardRun:
 
     def __init__(self, arguments: argparse.Namespace, sleep: Sleep) -> None:
         self._sleep = sleep
+        self._began = time.time() - time.monotonic()
         self._arguments = arguments
         self._prometheus = _address(arguments.prometheus) if arguments.prometheus else ""
         chosen = {"name": arguments.name, "--namespace": arguments.namespace,
@@ -95,9 +96,13 @@ class DashboardRun:
         finally:
             server.close()
 
+    def _now(self) -> float:
+        """The time of a reading: the machine's at the start, and on from there when it is set."""
+        return self._began + time.monotonic()
+
     def _read(self) -> None:
         if self._direct is not None:
-            self._direct.scrape(time.time())
+            self._direct.scrape(self._now())
 
     def _gather(self) -> None:
         if self._direct is None:
@@ -109,7 +114,7 @@ class DashboardRun:
             if number:  # a slow answer does not move the next reading
                 due = began + number * self._interval
                 self._sleep(max(0.01, due - time.monotonic()))
-            self._direct.scrape(time.time())
+            self._direct.scrape(self._now())
             if is_shown:
                 print(f"\rreading {number + 1}/{num_readings}", end="", file=sys.stderr, flush=True)
         if is_shown:
@@ -180,17 +185,31 @@ class DashboardRun:
         return [query.expr for panel in panels for query in panel.queries]
 
     def _write(self, text: str) -> None:
-        """Whole or not at all: a browser may read it at any time."""
         assert self._out is not None
+        target = _target(self._out)
         try:
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self._out.parent, prefix=".foveal-", delete=False
-            ) as file:
-                file.write(text)
-            Path(file.name).chmod(0o644)
-            Path(file.name).replace(self._out)
+            if target.exists() and not target.is_file():
+                target.write_text(text, encoding="utf-8")  # a pipe or a device stays one
+            else:
+                _replace(target, text)
         except OSError as error:
             raise UsageError(f"cannot write {self._out}: {error.strerror}") from error
+
+
+def _replace(target: Path, text: str) -> None:
+    """Whole or not at all: a browser may read it at any time."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=target.parent, prefix=".foveal-", delete=False
+    ) as file:
+        made = Path(file.name)
+        try:
+            file.write(text)
+            file.flush()
+            made.chmod(0o644)
+            made.replace(target)
+        except BaseException:
+            made.unlink(missing_ok=True)
+            raise
 
 
 def _contents(name: str, has_prometheus: bool) -> Contents:
@@ -250,11 +269,20 @@ def _out(path: str) -> Path | None:
     if not path:
         return None
     found = Path(path)
-    if found.is_dir():
+    target = _target(found)
+    if target.is_dir():
         raise UsageError(f"{path} is a folder; give a file to --out")
-    if not found.parent.is_dir() or not os.access(found.parent, os.W_OK):
-        raise UsageError(f"cannot write {path}: {found.parent} is no folder that may be written")
+    if target.exists() and not target.is_file():
+        if not os.access(target, os.W_OK):
+            raise UsageError(f"cannot write {path}: it may not be written")
+    elif not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: {target.parent} is no folder that may be written")
     return found
+
+
+def _target(path: Path) -> Path:
+    """What a link points to; it is written, and the link stays."""
+    return Path(os.path.realpath(path))
 
 
 def _subject(arguments: argparse.Namespace, direct: Direct | None) -> str:

@@ -31,6 +31,7 @@ from foveal_runtime.plan.local import LOOPBACK, LocalDeploymentConfig, free_port
 from foveal_runtime.plan.machine_plan import machine_plan, plan_lines, shortfall
 from foveal_runtime.plan.profile import ModelProfile
 
+_SHARED_MEMORY = "/dev/shm"
 _DESCRIPTION = """\
 Runs a MultiModalInference on this machine: the documents that its pods would get, as local
 processes, with a live view of processes and caches. Ctrl-C drains: readiness off, streams finish,
@@ -85,6 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Ends as the launcher ends. Raises UsageError, CommandError or MisfitError before that."""
     command = runtime_command(arguments.runtime)
     inference = _adapted(read_resource(arguments.filename), arguments)
+    if not inference.num_engines or not inference.num_frontends:
+        raise UsageError("the resource asks for no replicas: give --engines and --frontends")
+    port = _port(inference, arguments.port)
     here = machine.look()
     _check_devices(inference, here, arguments)
     model = find_model(inference, arguments.model, command)
@@ -97,21 +101,20 @@ def run(arguments: argparse.Namespace) -> int:
     keys, root = _key_files(arguments), _file_root(arguments)
     folder = _folder(arguments.folder)
     shared = ""
-    if inference.spec.caches.ipc.type == "SharedMemory":  # stands for the node's shared volume
-        shared = tempfile.mkdtemp(prefix="foveal-up-", dir="/dev/shm")
+    is_shared = inference.spec.caches.ipc.type == "SharedMemory"
+    if is_shared and not arguments.dry_run:  # stands for the node's shared volume
+        shared = tempfile.mkdtemp(prefix="foveal-up-", dir=_SHARED_MEMORY)
     place = LocalPlace(
         model_path=str(model),
         folder=str(folder),
         host=arguments.host,
-        port=_port(inference, arguments.port),
-        shm_directory=shared,
+        port=port,
+        shm_directory=shared or (_SHARED_MEMORY if is_shared else ""),
         num_cpus=max(1, int(here.cpus)),
         key_files=keys,
         file_root=root,
     )
     documents = adapted_documents(wanted, place, free_port)
-    if not documents.engines or not documents.frontends:
-        raise UsageError("the resource asks for no replicas: give --engines and --frontends")
     for note in documents.notes:
         print(f"note: {note}", flush=True)
     if arguments.dry_run:

@@ -78,9 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
         return cli_server.run(arguments)
+    for flag in ("context", "kubeconfig"):
+        if getattr(arguments, flag):
+            raise UsageError(f"--{flag} names a cluster, which only --server reads: add --server, "
+                             "or leave it out")  # fmt: skip
     if not arguments.profile:
         raise UsageError("give --profile FILE, or --server to take it from a cluster")
-    inference = read_resource(arguments.filename)
+    inference = read_resource(arguments.filename, arguments.namespace)
     profile = read_profile(arguments.profile)
     nodes = NodeFacts(node_bytes=arguments.node_memory, device_bytes=arguments.device_memory)
     result = plan(budget_inputs(inference, nodes), profile)

@@ -53,8 +53,8 @@ from foveal_runtime.plan.profile import ModelProfile
 def run(arguments: argparse.Namespace, open_cluster: Connect = connect) -> int:
     """Returns 0 when nothing would change, 1 when something would, 3 when it does not fit. Raises
     UsageError and ClusterAnswerError."""
-    body = read_resource_object(arguments.filename)
-    arguments.namespace = arguments.namespace or body["metadata"].get("namespace") or ""
+    body = read_resource_object(arguments.filename, arguments.namespace)
+    arguments.namespace = body["metadata"].get("namespace") or ""
     reader = open_cluster(arguments)
     body = {**body, "metadata": {**body["metadata"], "namespace": reader.namespace}}
     live = _live(reader, body["metadata"]["name"])

@@ -21,6 +21,8 @@ from foveal_operator.cli.arguments import (
     formatted,
 )
 from foveal_operator.cli.status.view import (
+    CONDITIONS,
+    WHILE_TRUE,
     budget_rows,
     budget_text,
     is_current,
@@ -32,6 +34,7 @@ from foveal_operator.common.errors import (
     EXIT_NO,
     EXIT_OK,
     TimeRanOut,
+    UsageError,
 )
 from foveal_operator.kube.reader import (
     Reader,
@@ -58,6 +61,7 @@ _WAIT_EPILOG = """\
 examples:
   foveal wait qwen                          # Ready, within 30 minutes
   foveal wait qwen --for Available --timeout 5m
+  foveal wait qwen --for Ready=False
   foveal wait qwen --for delete
 
 A condition counts only when the operator has seen the present spec. A resource that is Stalled
@@ -87,7 +91,7 @@ def add_parsers(commands: Commands) -> None:
     )  # fmt: skip
     wait.add_argument("name", help="of the MultiModalInference")
     wait.add_argument("--for", dest="goal", default="Ready", metavar="CONDITION",
-                      help="Ready (default), Available, ..., or delete")  # fmt: skip
+                      help="Ready (default), Available=False, ..., or delete")  # fmt: skip
     wait.add_argument("--timeout", type=duration, default=1800.0, metavar="TIME",
                       help="90s, 10m, 2h; 0 looks once (default: 30m)")  # fmt: skip
     wait.add_argument("--keep-waiting", action="store_true", help="even when it is stalled")
@@ -138,10 +142,8 @@ def run_wait(
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Looks once a second. Raises TimeRanOut. A short loss of the API server is waited through."""
+    goal = _goal(arguments.goal)
     reader = open_cluster(arguments)
-    goal = arguments.goal.removeprefix("condition=").removesuffix("=True").removesuffix("=true")
-    if goal.lower() in ("delete", "deleted"):
-        goal = "delete"
     deadline, said = clock() + arguments.timeout, ""
     while True:
         state, done = _look(reader, arguments.name, goal)
@@ -160,6 +162,21 @@ def run_wait(
         sleep(POLL_SECONDS)
 
 
+def _goal(text: str) -> str:
+    """A condition, with a status where that is not True, or delete. As kubectl's, in any case."""
+    name, _, status = text.removeprefix("condition=").partition("=")
+    if text.lower() in ("delete", "deleted"):
+        return "delete"
+    kinds = {kind.lower(): kind for kind in CONDITIONS}
+    if name.lower() not in kinds:
+        known = ", ".join(CONDITIONS)
+        raise UsageError(f"--for {text}: there is no such condition; give delete or one of {known}")
+    statuses = {"": "", "true": "", "false": "=False", "unknown": "=Unknown"}
+    if status.lower() not in statuses:
+        raise UsageError(f"--for {text}: the status of a condition is True, False or Unknown")
+    return kinds[name.lower()] + statuses[status.lower()]
+
+
 def _look(reader: Reader, name: str, goal: str) -> tuple[str, bool]:
     """How it stands, in one line, and whether the goal is reached."""
     try:
@@ -171,12 +188,14 @@ def _look(reader: Reader, name: str, goal: str) -> tuple[str, bool]:
         return str(error), False
     if not is_current(found):
         return "the operator has not seen this generation yet", False
-    wanted = condition(found, goal)
-    if wanted.get("status") == "True":
-        return f"{goal} ({wanted.get('reason', '')})", True
+    kind, _, status = goal.partition("=")
+    wanted = condition(found, kind)
+    stands = wanted.get("status") or ("False" if kind in WHILE_TRUE else "")
+    if stands == (status or "True"):
+        return f"{goal} ({wanted.get('reason', '')})" if wanted else goal, True
     stalled = condition(found, "Stalled")
     if stalled.get("status") == "True":
         return f"Stalled ({stalled.get('reason', '')}): {stalled.get('message', '')}", False
     if not wanted:
-        return f"there is no condition {goal} yet", False
+        return f"there is no condition {kind} yet", False
     return f"not {goal} ({wanted.get('reason', '')}): {wanted.get('message', '')}", False

@@ -14,11 +14,12 @@ from foveal_operator.cli.terminal import Style, age, columns, even, tailed, wrap
 from foveal_operator.kube.types import Obj, condition
 from foveal_runtime.plan.quantity import format_gib
 
-_ORDER = (
+CONDITIONS = (
     "SpecAccepted", "BudgetFits", "ModelReady", "EnginesReady", "FrontendsReady", "CachesMirrored",
     "RouteReady", "ScalingActive", "Available", "Ready", "Reconciling", "Stalled",
 )  # fmt: skip
-_BAD_WHEN_TRUE = frozenset({"Reconciling", "Stalled"})
+WHILE_TRUE = frozenset({"Reconciling", "Stalled"})
+"""Bad, and there only while they hold."""
 
 
 def is_current(resource: Obj) -> bool:
@@ -88,7 +89,7 @@ def _title(resource: Obj, style: Style) -> str:
 
 
 def _state(value: str, kind: str, style: Style) -> str:
-    good = "False" if kind in _BAD_WHEN_TRUE else "True"
+    good = "False" if kind in WHILE_TRUE else "True"
     look = "yellow" if value == "Unknown" else "green" if value == good else "red"
     if kind == "Reconciling" and value == "True":
         look = "yellow"  # on its way is not a failure
@@ -98,8 +99,8 @@ def _state(value: str, kind: str, style: Style) -> str:
 def _conditions(status: Obj, now: float, style: Style) -> list[str]:
     """A row each; why something is not well stands below its row, in full."""
     found = {c["type"]: c for c in status.get("conditions") or ()}
-    order = [kind for kind in _ORDER if kind in found]
-    order += sorted(kind for kind in found if kind not in _ORDER)
+    order = [kind for kind in CONDITIONS if kind in found]
+    order += sorted(kind for kind in found if kind not in CONDITIONS)
     rows = [[style.bold(head) for head in ("CONDITION", "STATUS", "REASON", "FOR")]]
     for kind in order:
         one = found[kind]
@@ -109,7 +110,7 @@ def _conditions(status: Obj, now: float, style: Style) -> list[str]:
     result = lines[:1]
     for kind, line in zip(order, lines[1:], strict=True):
         result.append(style.clip(line))
-        good = "False" if kind in _BAD_WHEN_TRUE else "True"
+        good = "False" if kind in WHILE_TRUE else "True"
         # Ready, Reconciling and Stalled repeat what another condition says.
         if found[kind]["status"] != good and kind not in ("Ready", "Reconciling", "Stalled"):
             result += wrapped(found[kind].get("message", ""), style)

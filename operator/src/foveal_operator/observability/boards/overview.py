@@ -30,8 +30,8 @@ _NOW = Row("Now", (
     stat("Sequences/s", "Finished sequences of any reason.",
          D.rate("vllm:request_success"), "reqps"),
     stat("Errors", "Share of HTTP requests, probes left out, that the server failed (5xx).",
-         D.rate("http_requests", status="5xx", handler=REQUESTS) + " / "
-         + D.rate("http_requests", handler=REQUESTS) + " or vector(0)",
+         "(" + D.rate("http_requests", status="5xx", handler=REQUESTS) + " / ("
+         + D.rate("http_requests", handler=REQUESTS) + " > 0)) or vector(0)",
          "percentunit", warn=0.01, bad=0.05, runbooks=("FovealErrorRate",)),
     stat("TTFT p95", "Time to first token.", D.quantile(0.95, _TTFT), "s"),
     stat("Media hit ratio", "Media items that were neither processed nor sent.",

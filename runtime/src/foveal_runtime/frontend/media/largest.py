@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -121,15 +120,21 @@ def _smaller(
 
 
 def _patch_pixels(model_path: str) -> int:
-    """Pixels of a patch of the vision encoder; 0 when its configuration names none. Of a tower of
-    timm's, which is made of convolutions: pixels of as much memory as a patch would take."""
+    """Pixels of a patch of the vision encoder, its family's default where config.json names none; 0
+    when it has no patches. Of a tower of timm's, which is made of convolutions: pixels of as much
+    memory as a patch would take."""
+    from transformers import AutoConfig
+
     try:
-        config = msgspec.json.decode((Path(model_path) / "config.json").read_bytes())
-        vision = config["vision_config"]
-        size = vision.get("patch_size", _CONVOLVED if "architecture" in vision else None)
-    except (OSError, msgspec.DecodeError, KeyError, TypeError):
-        return 0
-    sides = size if isinstance(size, list) else [size, size]
+        config = AutoConfig.from_pretrained(
+            model_path, trust_remote_code=False, local_files_only=True
+        )
+    except Exception:  # of whatever type: each family reads its fields in its own way
+        return 0  # what loads the model says what is wrong with it
+    vision = getattr(config, "vision_config", None)
+    otherwise = _CONVOLVED if hasattr(vision, "architecture") else None
+    size = getattr(vision, "patch_size", None) or otherwise or 0
+    sides = size if isinstance(size, list | tuple) else [size, size]
     return math.prod(int(side) for side in sides)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import difflib
 import http.client
+import os
 import platform
 import sys
 import urllib.error
@@ -83,7 +84,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", metavar="N", type=positive, default=1,
         help="each with other images and texts (default: %(default)s)")
     add("--concurrency", metavar="N", type=count, default=None,
-        help="conversations at the same time (default: 4, or the times of --replay)")
+        help="conversations at the same time, also with --rate (default: 4; no limit with --rate "
+        "or the times of --replay)")
     add("--rate", metavar="PER_SECOND", type=_rate, default=0.0,
         help="conversations arrive at random, so many a second (Poisson) (default: off)")
     add("--max-tokens", metavar="TOKENS", type=positive, default=16,
@@ -197,8 +199,12 @@ def _written(option: str, file: str) -> Iterator[None]:
 def _why_not_written(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no directory {path.parent}"
+    target = Path(os.path.realpath(path))  # of a link, which stays
+    is_new = not target.exists()
     try:
-        path.open("ab").close()
+        target.open("ab").close()
+        if is_new:
+            target.unlink()
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -212,7 +218,7 @@ def _load(arguments: argparse.Namespace) -> BenchLoad:
     trace = saved.load(Path(arguments.replay), arguments.max_tokens) if arguments.replay else None
     concurrency = arguments.concurrency
     if concurrency is None:
-        concurrency = 0 if trace is not None and trace.starts else 4
+        concurrency = 0 if arguments.rate or (trace is not None and trace.starts) else 4
     image = arguments.image
     return BenchLoad(
         kinds=tuple(arguments.traces.split(",")),

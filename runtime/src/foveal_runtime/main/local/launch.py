@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from foveal_runtime.main.launcher import RUNTIME, Child, LocalDeployment
 from foveal_runtime.main.local.view import (
     ProcessFigures,
     Readings,
+    Screen,
     Snapshot,
     State,
     Totals,
@@ -65,7 +65,7 @@ def launch(config: LocalDeploymentConfig, command: tuple[str, ...] = RUNTIME) ->
         devices_per_engine=config.devices_per_engine,
         command=command,
     )
-    console = Console(file=sys.stdout, highlight=False)
+    console = Screen(file=sys.stdout, highlight=False)
     keep = config.keep_folder
     try:
         with View(console, config.view) as view:
@@ -228,6 +228,7 @@ class Supervisor:
         self._all = [*self._engines, *self._frontends]
         self._began = self._looked = time.monotonic()
         self._totals, self._rate = Totals(), 0.0
+        self._read: dict[str, Readings] = {}
         self._kv_bytes = sum(
             child.config.caches.kv_bytes
             for child in deployment.engines
@@ -289,10 +290,16 @@ class Supervisor:
         with ThreadPoolExecutor(max_workers=min(8, len(self._all))) as pool:
             seen = list(pool.map(look, self._all))
         now = time.monotonic()
-        readings = [found for _, found in seen]
-        # Who has ended, or was not asked, says nothing; its sums are not forgotten.
-        if all(readings):
-            before, self._totals = self._totals, totals(readings, self._kv_bytes)
+        self._read |= {figures.name: found for figures, found in seen if found}
+        alive = [figures.name for figures, _ in seen if figures.exit_code is None]
+        # Who has ended, or was not asked, says nothing: its sums are not forgotten, but nothing of
+        # it is under way.
+        if not alive or any(found for _, found in seen):
+            before, self._totals = self._totals, totals(self._read.values(), self._kv_bytes)
+            now_there = totals([self._read[one] for one in alive if one in self._read], 0)
+            self._totals = msgspec.structs.replace(
+                self._totals, requests_inflight=now_there.requests_inflight
+            )
             elapsed, self._looked = now - self._looked, now
             num_tokens = self._totals.tokens - before.tokens
             self._rate = max(0.0, num_tokens / elapsed) if elapsed > 0 else 0.0

@@ -58,7 +58,13 @@ def find_model(given: str, revision: str = "", task: Task = "generate") -> Found
     scheme, separator, rest = given.partition("://")
     if separator:
         return _from_uri(given, scheme, rest, revision, task)
-    path = Path(given).expanduser()
+    try:
+        path = Path(given).expanduser()
+    except RuntimeError as error:
+        user = given.partition("/")[0][1:] or "this one"
+        raise StartupError(
+            f"{given}: the home of user {user} is not known: write its whole path"
+        ) from error
     if path.is_dir():
         if revision:
             what = f"{given} is a directory, which has none; leave it out"
@@ -122,7 +128,10 @@ def near(path: Path) -> str:
 
 def _missing(path: Path, given: str) -> str:
     if close := near(path):
-        return f"there is no directory {given} (did you mean {close}?)"
+        hub = ""
+        if _HUB_NAME.fullmatch(given.partition("@")[0]):
+            hub = f"; a model of the Hugging Face hub is then written hf://{given}"
+        return f"there is no directory {given} (did you mean {close}?){hub}"
     hint = "a model of the Hugging Face hub is written ORG/NAME"
     while not path.parent.is_dir():
         path = path.parent
@@ -291,6 +300,8 @@ def _ended_at_once(told: Callable[[Exception], str]) -> Iterator[None]:
         os._exit(code)
 
     def end(number: int, frame: FrameType | None) -> None:
+        if sys.stdout.isatty():  # bars hide the cursor; their locks are not for a handler
+            os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
         leave("interrupted; the next start continues", 130)
 
     before = signal.signal(signal.SIGINT, end)

@@ -268,6 +268,16 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
 # fmt: on
 
 
+class _Collect(argparse.Action):
+    """A list of every time the flag is given, in place of the default."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, *_: Any
+    ) -> None:
+        before = getattr(found, self.dest)
+        setattr(found, self.dest, [*([] if before is self.default else before), value])
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All options of `serve`."""
     add = parser.add_argument
@@ -288,35 +298,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             elif isinstance(kind, list):
                 more = {"choices": kind}
             elif kind is list:
-                more = {"action": "append", "metavar": unit}
+                more = {"action": _Collect, "metavar": unit}
             else:
                 more = {"type": kind, "metavar": unit}
             group.add_argument(flag, dest=dest, default=default, help=text, **more)
 
 
-def configured(
-    argv: Sequence[str], environment: Mapping[str, str] = os.environ
-) -> tuple[list[str], str]:
-    """(options of the file that `argv` names by --config and of the environment, as flags; the
-    MODEL that they name). Raises StartupError that names the file or the variable."""
+def configured(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Defaults of `serve` by their field: options of the environment, then those of the file that
+    `argv` names by --config. Raises StartupError that names the file or the variable."""
     first = Parser(prog="foveal-runtime serve", add_help=False, allow_abbrev=False)
     first.add_argument("--config", default="")
     file = first.parse_known_args(list(argv))[0].config
-    sources: list[tuple[str, str, Any]] = []
+    actions = _by_name()
+    found: dict[str, Any] = {}
     for name, value in _read(file).items() if file else ():
-        sources.append((f"--config {file}: ", str(name), value))
+        _take(found, actions, f"--config {file}: ", str(name), value)
     for variable, value in sorted(environment.items()):
         if variable.startswith(PREFIX):
             name = variable.removeprefix(PREFIX).lower().replace("_", "-")
-            sources.append((f"{variable}: ", name, value))
-    actions, model = _by_name(), ""
-    tokens: list[str] = []
-    for where, name, value in sources:
-        if name == "model":
-            model = str(value)
-        else:
-            tokens += _tokens(actions, where, name, value)
-    return tokens, model
+            _take(found, actions, f"{variable}: ", name, value)
+    return found
 
 
 def _by_name() -> dict[str, argparse.Action]:
@@ -342,20 +344,50 @@ def _read(file: str) -> dict[Any, Any]:
     return found or {}
 
 
-def _tokens(actions: Mapping[str, argparse.Action], where: str, name: str, value: Any) -> list[str]:
+def _take(
+    found: dict[str, Any],
+    actions: Mapping[str, argparse.Action],
+    where: str,
+    name: str,
+    value: Any,
+) -> None:
+    """Puts one option into `found`, in place of what stands there."""
     action = actions.get(name)
-    if action is None:
+    if name == "model":
+        found[name] = str(value)
+    elif action is None:
         near = difflib.get_close_matches(name, actions, n=1, cutoff=0.6)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise StartupError(f"{where}unknown option {name}{hint}")
-    if action.nargs == 0:
+    elif action.nargs == 0:
         switch = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
         if switch is None:
             raise StartupError(f"{where}{name} is {value}: write true or false")
-        return [f"--{name}"] if switch else []
-    if isinstance(value, dict) or value is None:
-        raise StartupError(f"{where}{name} needs a value")
-    return [f"--{name}={one}" for one in (value if isinstance(value, list) else [value])]
+        found[action.dest] = action.const if switch else action.default
+    elif isinstance(action, _Collect):
+        values = value if isinstance(value, list) else [value]
+        found[action.dest] = [_value(action, where, name, one) for one in values]
+    else:
+        found[action.dest] = _value(action, where, name, value)
+
+
+def _value(action: argparse.Action, where: str, name: str, value: Any) -> Any:
+    if isinstance(value, dict | list) or value is None:
+        number = "a" if value is None else "one"
+        raise StartupError(f"{where}{name} needs {number} value")
+    # YAML reads on and off as true and false.
+    text = str(value) if not isinstance(value, bool) else "on" if value else "off"
+    if action.choices is not None:
+        if text not in action.choices:
+            choices = ", ".join(one for one in action.choices if one)
+            raise StartupError(f"{where}{name} is {value}: choose from {choices}")
+        return text
+    if isinstance(value, bool):
+        raise StartupError(f"{where}{name} is {str(value).lower()}: put it in quotes")
+    try:
+        return action.type(text) if callable(action.type) else text
+    except argparse.ArgumentTypeError as error:
+        raise StartupError(f"{where}{name}: {error}") from error
 
 
 def printed(arguments: argparse.Namespace) -> str:

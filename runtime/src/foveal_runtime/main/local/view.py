@@ -7,6 +7,7 @@ The figures are read from the processes' /metrics: a family that is missing read
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -203,6 +204,16 @@ def load_of(role: str, readings: Readings) -> str:
     engines = readings.least("foveal_engines_ready")
     answered = readings.total("vllm:request_success_total")
     return f"{inflight:.0f} in flight, {answered:.0f} answered, engines up: {engines:.0f}"
+
+
+class Screen(Console):
+    """A console that goes quiet when nobody reads it any more (`| tee` after Ctrl-C), where Rich's
+    own ends the process: the streams of a server may then still finish."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "w") as nowhere:  # takes what is still in the buffer, too
+            os.dup2(nowhere.fileno(), self.file.fileno())
 
 
 class View:
