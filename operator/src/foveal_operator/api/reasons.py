@@ -123,6 +123,9 @@ INVALID_ARGUMENT = Reason(
     "InvalidArgument", "The runtime refused its document: correct the field it names.", True
 )
 CRASHED = Reason("Crashed", "Read status.lastFailure and the pod's log.")
+EVICTED = Reason(
+    "Evicted", "Give the node what the message says it lacks, or keep the pods off that node."
+)
 DEADLINE_EXCEEDED = Reason(
     "ProgressDeadlineExceeded", "Correct or revert the last change; older pods keep serving.", True
 )

@@ -54,6 +54,7 @@ _ORDER = (
     reasons.UNSCHEDULABLE,
     reasons.NO_NODE_YET,
     reasons.CRASHED,
+    reasons.EVICTED,
     reasons.QUEUED,
 )
 
@@ -69,6 +70,15 @@ def ready_within(pod: Obj, period: float, now: float) -> bool:
     False for one that says no time, or one of a node whose clock is ahead."""
     since = seconds(condition(pod, "Ready").get("lastTransitionTime"))
     return is_ready(pod) and 0 <= now - since < period
+
+
+def is_made_up_for(ended: Obj, pods: Iterable[Obj]) -> bool:
+    """Whether a pod that was created after one that has ended is ready."""
+
+    def created(pod: Obj) -> str:
+        return str(pod["metadata"].get("creationTimestamp", ""))
+
+    return any(is_ready(pod) and created(pod) > created(ended) for pod in pods)
 
 
 def is_gated(pod: Obj) -> bool:
@@ -112,13 +122,42 @@ def last_failure(pods: Iterable[Obj], peaks: Mapping[str, int] | None = None) ->
     Args:
         peaks: pod -> bytes it last reported, for those that left no peak behind.
     """
+    known = list(pods)
     failures = [
         _failure(pod, container, ended, peaks or {})
-        for pod in pods
+        for pod in known
         for container in _containers(pod)
         if (ended := _ended(container)) and ended.get("exitCode", 0) != 0
+        if not _eviction(pod)
     ]
+    failures += [_evicted(pod, text) for pod in known if (text := _eviction(pod))]
     return max(failures, key=lambda f: (f.time or "", f.pod), default=None)
+
+
+def _eviction(pod: Obj) -> str:
+    """Why a pod was ended, or not admitted, by its node or the control plane; "" when it was not,
+    or has only failed by its own containers."""
+    status = pod.get("status", {})
+    if status.get("phase") != "Failed":
+        return ""
+    said = status if status.get("reason") else condition(pod, "DisruptionTarget")
+    return ": ".join(text for key in ("reason", "message") if (text := said.get(key)))
+
+
+def _evicted(pod: Obj, text: str) -> Failure:
+    metadata, status = pod["metadata"], pod.get("status", {})
+    ends = [str((_ended(container) or {}).get("finishedAt") or "") for container in
+            _containers(pod)]  # fmt: skip
+    disrupted = condition(pod, "DisruptionTarget").get("lastTransitionTime") or ""
+    began = status.get("startTime") or metadata.get("creationTimestamp")
+    containers = pod.get("spec", {}).get("containers") or [{}]
+    return Failure(
+        pod=metadata["name"],
+        container=str(containers[0].get("name", "")),
+        reason=reasons.EVICTED.name,
+        message=text[:MAX_MESSAGE],
+        time=max([*ends, disrupted]) or began,
+    )
 
 
 def _containers(pod: Obj) -> list[Obj]:
@@ -156,6 +195,10 @@ def _of_exit(ended: Obj) -> Reason | None:
 
 def _of_pod(pod: Obj) -> Iterable[Diagnosis]:
     name = pod["metadata"]["name"]
+    if text := _eviction(pod):
+        # How its containers ended follows from that.
+        yield Diagnosis(reason=reasons.EVICTED, message=f"{name}: {text}", pod=name)
+        return
     scheduled = condition(pod, "PodScheduled")
     if scheduled and is_gated(pod):
         gates = ", ".join(gate.get("name", "") for gate in pod["spec"]["schedulingGates"])
