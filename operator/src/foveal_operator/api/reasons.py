@@ -101,6 +101,10 @@ NO_NODE_YET = Reason(
     "NoNodeYet",
     "Wait for the cluster autoscaler, add such a node, or correct podTemplate and accelerator.",
 )
+TERMINATION_STUCK = Reason(
+    "TerminationStuck",
+    "Delete the Node if its machine is gone, or taint it node.kubernetes.io/out-of-service.",
+)
 QUEUED = Reason("Queued")
 IMAGE_PULL = Reason("ImagePull", "Check spec.image and the nodes' access to its registry.")
 IMAGE_DENIED = Reason(

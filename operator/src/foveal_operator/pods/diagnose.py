@@ -30,6 +30,7 @@ _SHM = re.compile(r"/dev/shm|shm_bytes|shared memory")
 _NO_SPACE = re.compile(r"No space left on device|holds only|cannot allocate")
 _DEVICE_FULL = re.compile(r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError")
 MAX_MESSAGE = 1024
+OVERDUE_SECONDS = 60.0
 NEW_SECONDS = 30.0
 """A pod that has been Ready for less is new: what it has not said yet is waited for."""
 
@@ -53,6 +54,7 @@ _ORDER = (
     reasons.CONFIG_ERROR,
     reasons.UNSCHEDULABLE,
     reasons.NO_NODE_YET,
+    reasons.TERMINATION_STUCK,
     reasons.CRASHED,
     reasons.EVICTED,
     reasons.QUEUED,
@@ -81,6 +83,13 @@ def is_made_up_for(ended: Obj, pods: Iterable[Obj]) -> bool:
     return any(is_ready(pod) and created(pod) > created(ended) for pod in pods)
 
 
+def is_overdue(pod: Obj, now: float) -> bool:
+    """Whether it should have gone by `now` (seconds since the epoch): its deletionTimestamp is when
+    its grace period ends."""
+    leaves = seconds(pod["metadata"].get("deletionTimestamp"))
+    return 0.0 < leaves < now - OVERDUE_SECONDS
+
+
 def is_gated(pod: Obj) -> bool:
     """A queue such as Kueue has not admitted it yet."""
     return bool(pod.get("spec", {}).get("schedulingGates"))
@@ -90,15 +99,21 @@ def diagnose(
     pods: Iterable[Obj],
     waits: Mapping[str, str] | None = None,
     awaiting: Collection[str] = (),
+    now: float = 0.0,
 ) -> Diagnosis | None:
     """The worst failure of pods that are not ready; None when they are merely starting.
 
     Args:
         waits: pod -> why its volumes are not there: no field of the pod says that.
         awaiting: pods that no node is meant for yet.
+        now: seconds since the epoch where another pod waits until one that leaves has gone.
     """
     starting = [pod for pod in pods if not is_ready(pod)]
-    found = [_of_node(d, awaiting) for pod in starting for d in _of_pod(pod)]
+    found = [
+        _of_node(d, awaiting)
+        for pod in starting
+        for d in ([_overdue(pod)] if is_overdue(pod, now) else _of_pod(pod))
+    ]
     for pod in starting:
         name = pod["metadata"]["name"]
         if waits and name in waits:
@@ -107,6 +122,16 @@ def diagnose(
     if not found:
         return None
     return min(found, key=lambda d: (_ORDER.index(d.reason), d.pod))
+
+
+def _overdue(pod: Obj) -> Diagnosis:
+    metadata = pod["metadata"]
+    node = pod.get("spec", {}).get("nodeName") or "unknown"
+    text = (
+        f"{metadata['name']} should have ended at {metadata['deletionTimestamp']}, and node {node} "
+        "does not say that it has: no other pod takes its place"
+    )
+    return Diagnosis(reason=reasons.TERMINATION_STUCK, message=text, pod=metadata["name"])
 
 
 def _of_node(found: Diagnosis, awaiting: Collection[str]) -> Diagnosis:

@@ -30,6 +30,7 @@ from foveal_operator.pods.diagnose import (
     NEW_SECONDS,
     diagnose,
     is_made_up_for,
+    is_overdue,
     is_ready,
     last_failure,
     ready_within,
@@ -268,8 +269,11 @@ def _role_ready(
             return verdict(condition, False, reasons.STARTING, text)
         return verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
     ended = [pod for pod in observed.failed_pods if _revision(pod) == revision]
-    missed = [pod for pod in ended if not is_made_up_for(pod, current)]
-    failure = diagnose([*current, *missed], observed.reports.waits, observed.awaiting)
+    told = [*current, *(pod for pod in ended if not is_made_up_for(pod, current))]
+    # An engine's name is free only when the one before has gone, whichever revision it is of.
+    now = seconds(observed.now) if kind == "StatefulSet" else 0.0
+    told += [pod for pod in pods if is_overdue(pod, now)]
+    failure = diagnose(told, observed.reports.waits, observed.awaiting, now)
     if failure:
         return verdict(condition, False, failure.reason, failure.message)
     if refused := observed.reports.refused.get(role.workload):
