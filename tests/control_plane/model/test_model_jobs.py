@@ -94,6 +94,26 @@ def test_jobs_take_the_settings_that_pods_take() -> None:
         assert {"name": "HOME", "value": "/tmp"} in container["env"], "ours stay"
 
 
+MARKS = {
+    "labels": {"team": "vision", "kueue.x-k8s.io/queue-name": "serving"},
+    "annotations": {"sidecar.istio.io/inject": "false"},
+}
+
+
+def test_jobs_take_labels_and_annotations_that_pods_take() -> None:
+    """Where a policy asks for a label no Job could run; where a mesh injects, none could end."""
+    inference = parse(sample(frontend={"podTemplate": {"metadata": MARKS}}))
+    assert StoredObjects(inference).names == StoredObjects(parse(sample())).names, "the same result"
+    jobs = desired(inference, None, FACTS).of_kind("Job")
+    assert len(jobs) == 2
+    for job in jobs:
+        metadata = job["spec"]["template"]["metadata"]
+        assert metadata["labels"]["team"] == "vision"
+        assert metadata["labels"]["app.kubernetes.io/component"] == "model", "ours stay"
+        assert "kueue.x-k8s.io/queue-name" not in metadata["labels"], "the queue is for serving"
+        assert metadata["annotations"] == MARKS["annotations"]
+
+
 @pytest.mark.parametrize(
     ("mount", "says"),
     [({"name": "ca", "mountPath": "/tmp"}, "volume tmp"),
@@ -157,6 +177,20 @@ def test_a_download_in_trouble_is_made_anew_with_another_secret_or_image(
     found = otherwise(stored, "fetch", **container).decide()
     assert found.delete == ((("Job", stored.names["fetch"], "uid-fetch"),) if anew else ())
     assert ("Job" in kinds(found)) is not anew, "applied in the same pass it would be the old one"
+
+
+@pytest.mark.parametrize(
+    ("label", "anew"), [("batch.kubernetes.io/job-name", False), ("team", True)]
+)
+def test_a_job_that_a_policy_refuses_is_made_anew_with_another_label(
+    label: str, anew: bool
+) -> None:
+    """The cluster's own labels are no difference."""
+    stored = StoredObjects(FETCHED).claim().job("fetch").ended("fetch", 2, "boom")
+    otherwise(stored, "fetch")
+    job = stored.live["Job", stored.names["fetch"]]
+    job["spec"]["template"]["metadata"] = {"labels": {label: "x"}}
+    assert bool(stored.decide().delete) is anew
 
 
 @pytest.mark.parametrize("what", ["fetch", "profile"])

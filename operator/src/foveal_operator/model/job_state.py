@@ -38,6 +38,12 @@ _ENDED_BADLY = (
 )  # fmt: skip
 
 
+_NOT_CHOSEN = (
+    "app.kubernetes.io/", "foveal.dev/", "batch.kubernetes.io/", "controller-uid", "job-name",
+)  # fmt: skip
+"""Beginnings of labels that the operator and the cluster set."""
+
+
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """One Job.
 
@@ -205,8 +211,16 @@ def _is_made_otherwise(live: Obj | None, wanted: Owned) -> bool:
 
 
 def _chosen(job: Obj | None) -> tuple[object, ...]:
-    """What of a Job's pod the user chooses: image, secret, environment, where it may run."""
-    spec = (job or {}).get("spec", {}).get("template", {}).get("spec", {})
+    """What of a Job's pod the user chooses: image, secret, environment, where it may run, labels
+    and annotations."""
+    template = (job or {}).get("spec", {}).get("template", {})
+    spec, metadata = template.get("spec", {}), template.get("metadata", {})
+    labels = {
+        key: value
+        for key, value in (metadata.get("labels") or {}).items()
+        if not key.startswith(_NOT_CHOSEN)
+    }
     container: Obj = next(iter(spec.get("containers") or ()), {})
     own = (container.get("image"), container.get("envFrom") or [], container.get("env") or [])
-    return (*own, *(spec.get(key) for key in SETTINGS))
+    marks = (labels, metadata.get("annotations") or {})
+    return (*own, *marks, *(spec.get(key) for key in SETTINGS))
