@@ -247,6 +247,32 @@ def test_a_job_that_fails_is_the_last_failure(
     assert found.failure is None, "what a Job suffered that has ended well is over"
 
 
+def with_proxy(stored: StoredObjects, code: int, message: str = "") -> StoredObjects:
+    """An injected proxy ended after the Job's own container."""
+    state = {"exitCode": code, "message": message, "finishedAt": "2099-01-01T00:00:00Z"}
+    for pod in stored.pods:
+        proxy = {"name": "istio-proxy", "state": {"terminated": state}}
+        pod["status"]["containerStatuses"].append(proxy)
+    return stored
+
+
+def test_a_sidecar_s_last_words_are_no_profile() -> None:
+    stored = StoredObjects(CLAIMED).claim().job("profile", "Complete").ended("profile", 0, PROFILE)
+    assert with_proxy(stored, 0, "drained").decide().reason is reasons.RESOLVED
+
+
+@pytest.mark.parametrize(("inference", "what", "code", "line", "reason"), FAILURES)
+def test_a_sidecar_does_not_tell_why_a_job_failed(
+    inference: Any, what: str, code: int, line: str, reason: str
+) -> None:
+    stored = StoredObjects(inference).claim().job(what).ended(what, code, line)
+    found = with_proxy(stored, 2 if code == 1 else 143, "404 not found").decide()
+    assert found.reason.name == reason
+    assert line in found.message
+    assert found.failure is not None
+    assert (found.failure.container, found.failure.reason) == (what, reason)
+
+
 async def test_the_status_tells_how_a_job_failed() -> None:
     kit = Kit()
     await kit.start()

@@ -21,7 +21,12 @@ from foveal_operator.kube.errors import denial
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Owned
 from foveal_operator.manifests.job import SETTINGS, TEMPLATE
-from foveal_operator.pods.diagnose import EXIT_STARTUP_ERROR, diagnose, last_failure
+from foveal_operator.pods.diagnose import (
+    EXIT_STARTUP_ERROR,
+    OWN_CONTAINERS,
+    diagnose,
+    last_failure,
+)
 
 _DENIED = re.compile(
     r"\b(401|403|unauthorized|forbidden|denied|gated|AccessDenied|InvalidAccessKeyId"
@@ -150,6 +155,8 @@ def _job_name(pod: Obj) -> str:
 def _terminations(pods: Iterable[Obj]) -> Iterable[Obj]:
     for pod in pods:
         for container in pod.get("status", {}).get("containerStatuses", ()):
+            if container.get("name") not in OWN_CONTAINERS:
+                continue  # an injected sidecar knows nothing of the model
             for state in ("lastState", "state"):
                 ended: Obj | None = container.get(state, {}).get("terminated")
                 if ended:

@@ -29,6 +29,8 @@ _PEAK = re.compile(r"memory_peak=(\S+)")
 _SHM = re.compile(r"/dev/shm|shm_bytes|shared memory")
 _NO_SPACE = re.compile(r"No space left on device|holds only|cannot allocate")
 _DEVICE_FULL = re.compile(r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError")
+OWN_CONTAINERS = frozenset({"engine", "frontend", "fetch", "profile"})
+"""Those of the operator; others are added by a podTemplate or injected."""
 MAX_MESSAGE = 1024
 OVERDUE_SECONDS = 60.0
 NEW_SECONDS = 30.0
@@ -151,9 +153,9 @@ def last_failure(pods: Iterable[Obj], peaks: Mapping[str, int] | None = None) ->
     failures = [
         _failure(pod, container, ended, peaks or {})
         for pod in known
-        for container in _containers(pod)
-        if (ended := _ended(container)) and ended.get("exitCode", 0) != 0
         if not _eviction(pod)
+        for container in _telling(pod)
+        if (ended := _ended(container)) and ended.get("exitCode", 0) != 0
     ]
     failures += [_evicted(pod, text) for pod in known if (text := _eviction(pod))]
     return max(failures, key=lambda f: (f.time or "", f.pod), default=None)
@@ -188,6 +190,18 @@ def _evicted(pod: Obj, text: str) -> Failure:
 def _containers(pod: Obj) -> list[Obj]:
     status = pod.get("status", {})
     return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+
+
+def _telling(pod: Obj) -> list[Obj]:
+    """Containers whose ends tell something: while one of the operator's own is down, having ended
+    badly, those alone. Others often end because of it."""
+    every = _containers(pod)
+    own = [one for one in every if one.get("name") in OWN_CONTAINERS]
+    is_down = any(
+        "running" not in one.get("state", {}) and (_ended(one) or {}).get("exitCode", 0) != 0
+        for one in own
+    )
+    return own if is_down else every
 
 
 def _ended(container: Obj) -> Obj | None:
@@ -232,6 +246,7 @@ def _of_pod(pod: Obj) -> Iterable[Diagnosis]:
     if scheduled.get("reason") == "Unschedulable":
         text = scheduled.get("message") or "no node fits"
         yield Diagnosis(reason=reasons.UNSCHEDULABLE, message=f"{name}: {text}", pod=name)
+    telling = _telling(pod)
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         cause, text = waiting.get("reason", ""), waiting.get("message") or ""
@@ -242,7 +257,7 @@ def _of_pod(pod: Obj) -> Iterable[Diagnosis]:
             yield Diagnosis(reason=reason, message=what, pod=name)
         elif cause in _CONFIG:
             yield Diagnosis(reason=reasons.CONFIG_ERROR, message=what, pod=name)
-        ended = _ended(container)
+        ended = _ended(container) if container in telling else None
         exit_reason = _of_exit(ended) if ended else None
         if ended and exit_reason:
             line = _last_line(ended.get("message") or "") or f"exit code {ended.get('exitCode')}"
