@@ -130,6 +130,8 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "")
     reason, text = (found.reason, found.message) if found else (None, "")
     if refused and newest is None and not over:
         reason, text = denial(refused), refused
+    if job.get("spec", {}).get("suspend") and not over:
+        reason, text = reasons.QUEUED, f"Job {name} is suspended (spec.suspend)"
     if not text and "Failed" in conditions:
         text = str(over.get("message") or over.get("reason") or "")
     return JobState(

@@ -185,7 +185,10 @@ class Observer:
         found += [
             job
             for job in self._caches.owned(JOB, key)
-            if not job.get("status", {}).get("conditions")
+            if not job.get("spec", {}).get("suspend")
+            and not any(
+                one.get("status") == "True" for one in job.get("status", {}).get("conditions") or ()
+            )
             and not any(controller_of(pod).get("name") == job["metadata"]["name"]
                         for pod in pods["model"])
         ]  # fmt: skip
