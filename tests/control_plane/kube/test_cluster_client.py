@@ -192,6 +192,11 @@ async def test_a_missing_object_is_none(server: Server, connect: Any) -> None:
     assert await connect().get(CONFIG_MAP, "n", "a") is None
 
 
+async def test_a_name_cannot_leave_its_place_in_the_path(server: Server, connect: Any) -> None:
+    await connect().get(POD, "n", "a?x=1#b/c")
+    assert [one[1:3] for one in server.requests] == [("/api/v1/namespaces/n/pods/a?x=1#b/c", {})]
+
+
 async def test_discovery_asks_for_the_resource_not_only_the_group(
     server: Server, connect: Any
 ) -> None:
