@@ -104,12 +104,16 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Names, and the API server. */}}
+{{/* Names (OpenShift's DNS pods listen on 5353), and the API server. */}}
 {{- define "foveal.egress" -}}
 - ports:
     - port: 53
       protocol: UDP
     - port: 53
+      protocol: TCP
+    - port: 5353
+      protocol: UDP
+    - port: 5353
       protocol: TCP
 - ports:
     {{- range .Values.networkPolicy.apiServerPorts }}

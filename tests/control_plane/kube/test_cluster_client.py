@@ -55,7 +55,7 @@ class Server:
         self.most_at_once = max(self.most_at_once, self._now)
         if self._now == 16:
             self.is_full.set()
-        if self.gate is not None:
+        if self.gate is not None and "/leases" not in request.path:
             await self.gate.wait()
         self._now -= 1
         status, body, extra = self.answers.pop(0) if self.answers else (200, {}, {})
@@ -192,6 +192,11 @@ async def test_a_missing_object_is_none(server: Server, connect: Any) -> None:
     assert await connect().get(CONFIG_MAP, "n", "a") is None
 
 
+async def test_a_name_cannot_leave_its_place_in_the_path(server: Server, connect: Any) -> None:
+    await connect().get(POD, "n", "a?x=1#b/c")
+    assert [one[1:3] for one in server.requests] == [("/api/v1/namespaces/n/pods/a?x=1#b/c", {})]
+
+
 async def test_discovery_asks_for_the_resource_not_only_the_group(
     server: Server, connect: Any
 ) -> None:
@@ -233,6 +238,21 @@ async def test_no_more_than_sixteen_requests_at_once(server: Server, connect: An
     server.gate.set()
     await asyncio.gather(*calls)
     assert server.most_at_once == 16
+
+
+async def test_the_lease_does_not_wait_for_slow_requests(server: Server, connect: Any) -> None:
+    """All sixteen places are taken by requests without an answer; the Lease is renewed still."""
+    cluster = connect()
+    server.gate = asyncio.Event()
+    calls = [asyncio.ensure_future(cluster.get(POD, "n", str(i))) for i in range(17)]
+    await server.is_full.wait()
+    body = {**BODY, "apiVersion": LEASE.api_version, "kind": LEASE.name}
+    async with asyncio.timeout(10):  # without an end the test would hang
+        assert await cluster.get(LEASE, "n", "a") == {}
+        assert await cluster.update(body) == {}
+    assert not any(call.done() for call in calls)
+    server.gate.set()
+    await asyncio.gather(*calls)
 
 
 async def test_nobody_there_is_transient(connect: Any) -> None:

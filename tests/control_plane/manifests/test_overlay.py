@@ -128,6 +128,15 @@ def test_a_new_secret_restarts_engines_that_read_one(source: Obj, reads: bool) -
         ({"metadata": {"labels": {"foveal.dev/revision": "x"}}}, "labels.foveal.dev/revision"),
         ({"status": {}}, "spec.engine.podTemplate.status"),
         ({"spec": []}, "spec.engine.podTemplate.spec"),
+        ({"metadata": {"labels": [1]}}, "spec.engine.podTemplate.metadata.labels"),
+        ({"metadata": {"labels": 5}}, "spec.engine.podTemplate.metadata.labels"),
+        ({"metadata": {"annotations": 5}}, "spec.engine.podTemplate.metadata.annotations"),
+        (
+            {"spec": {"containers": [{"name": "engine", "env": [{"name": {}}]}]}},
+            "spec.containers[engine].env.name",
+        ),
+        (of_engine([{"name": "a", "mountPath": {}}]), "containers[engine].volumeMounts.mountPath"),
+        ({"spec": {"volumes": [{"name": []}]}}, "spec.engine.podTemplate.spec.volumes.name"),
     ],
 )
 def test_an_overlay_cannot_touch_what_is_derived(overlay: Obj, field: str) -> None:

@@ -168,6 +168,19 @@ def test_an_image_that_cannot_be_pulled_is_told_as_such() -> None:
     assert stored.decide().reason is reasons.IMAGE_DENIED
 
 
+@pytest.mark.parametrize(("inference", "what"), [(FETCHED, "fetch"), (CLAIMED, "profile")])
+def test_a_suspended_job_is_queued(inference: Any, what: str) -> None:
+    """By Kueue or by hand; the model was Downloading or Profiling without an end."""
+    stored = StoredObjects(inference).claim().job(what, "Suspended")
+    job = stored.live["Job", stored.names[what]]
+    job["spec"] = {"suspend": True}
+    found = stored.decide()
+    assert found.reason is reasons.QUEUED
+    assert found.message == f"Job {stored.names[what]} is suspended (spec.suspend)"
+    job["spec"] = {"suspend": False}
+    assert stored.decide().reason in (reasons.DOWNLOADING, reasons.PROFILING)
+
+
 def test_a_model_that_the_runtime_refuses_is_not_tried_for_ever() -> None:
     line = "foveal-runtime: model type mamba is not supported"
     stored = StoredObjects(CLAIMED).claim().job("profile").ended("profile", 2, line)

@@ -94,6 +94,26 @@ def test_jobs_take_the_settings_that_pods_take() -> None:
         assert {"name": "HOME", "value": "/tmp"} in container["env"], "ours stay"
 
 
+MARKS = {
+    "labels": {"team": "vision", "kueue.x-k8s.io/queue-name": "serving"},
+    "annotations": {"sidecar.istio.io/inject": "false"},
+}
+
+
+def test_jobs_take_labels_and_annotations_that_pods_take() -> None:
+    """Where a policy asks for a label no Job could run; where a mesh injects, none could end."""
+    inference = parse(sample(frontend={"podTemplate": {"metadata": MARKS}}))
+    assert StoredObjects(inference).names == StoredObjects(parse(sample())).names, "the same result"
+    jobs = desired(inference, None, FACTS).of_kind("Job")
+    assert len(jobs) == 2
+    for job in jobs:
+        metadata = job["spec"]["template"]["metadata"]
+        assert metadata["labels"]["team"] == "vision"
+        assert metadata["labels"]["app.kubernetes.io/component"] == "model", "ours stay"
+        assert "kueue.x-k8s.io/queue-name" not in metadata["labels"], "the queue is for serving"
+        assert metadata["annotations"] == MARKS["annotations"]
+
+
 @pytest.mark.parametrize(
     ("mount", "says"),
     [({"name": "ca", "mountPath": "/tmp"}, "volume tmp"),
@@ -159,6 +179,20 @@ def test_a_download_in_trouble_is_made_anew_with_another_secret_or_image(
     assert ("Job" in kinds(found)) is not anew, "applied in the same pass it would be the old one"
 
 
+@pytest.mark.parametrize(
+    ("label", "anew"), [("batch.kubernetes.io/job-name", False), ("team", True)]
+)
+def test_a_job_that_a_policy_refuses_is_made_anew_with_another_label(
+    label: str, anew: bool
+) -> None:
+    """The cluster's own labels are no difference."""
+    stored = StoredObjects(FETCHED).claim().job("fetch").ended("fetch", 2, "boom")
+    otherwise(stored, "fetch")
+    job = stored.live["Job", stored.names["fetch"]]
+    job["spec"]["template"]["metadata"] = {"labels": {label: "x"}}
+    assert bool(stored.decide().delete) is anew
+
+
 @pytest.mark.parametrize("what", ["fetch", "profile"])
 def test_a_job_that_failed_as_another_release_made_it_gets_another_chance(what: str) -> None:
     """Even one that only an edit would heal: the new release may have mended it."""
@@ -211,6 +245,32 @@ def test_a_job_that_fails_is_the_last_failure(
     message = PROFILE if what == "profile" else ""
     found = stored.job(what, "Complete").ended(what, 0, message).decide()
     assert found.failure is None, "what a Job suffered that has ended well is over"
+
+
+def with_proxy(stored: StoredObjects, code: int, message: str = "") -> StoredObjects:
+    """An injected proxy ended after the Job's own container."""
+    state = {"exitCode": code, "message": message, "finishedAt": "2099-01-01T00:00:00Z"}
+    for pod in stored.pods:
+        proxy = {"name": "istio-proxy", "state": {"terminated": state}}
+        pod["status"]["containerStatuses"].append(proxy)
+    return stored
+
+
+def test_a_sidecar_s_last_words_are_no_profile() -> None:
+    stored = StoredObjects(CLAIMED).claim().job("profile", "Complete").ended("profile", 0, PROFILE)
+    assert with_proxy(stored, 0, "drained").decide().reason is reasons.RESOLVED
+
+
+@pytest.mark.parametrize(("inference", "what", "code", "line", "reason"), FAILURES)
+def test_a_sidecar_does_not_tell_why_a_job_failed(
+    inference: Any, what: str, code: int, line: str, reason: str
+) -> None:
+    stored = StoredObjects(inference).claim().job(what).ended(what, code, line)
+    found = with_proxy(stored, 2 if code == 1 else 143, "404 not found").decide()
+    assert found.reason.name == reason
+    assert line in found.message
+    assert found.failure is not None
+    assert (found.failure.container, found.failure.reason) == (what, reason)
 
 
 async def test_the_status_tells_how_a_job_failed() -> None:

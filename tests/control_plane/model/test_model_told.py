@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.cli.status.view import status_text
 from foveal_operator.cli.terminal import Style
+from foveal_operator.kube.kinds import JOB
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import ClusterFacts, desired
 from foveal_operator.pods.metrics import PodReports
@@ -122,3 +125,36 @@ async def test_the_commit_is_the_profiles() -> None:
     await again.start()
     await again.settle()
     assert again.status()["model"]["resolvedRevision"] == COMMIT
+
+
+class Listening(Kit):
+    """Remembers which workloads were asked why they have no pods."""
+
+    short: Sequence[Obj] = ()
+
+    async def _observe(self, *seen: Sequence[Obj]) -> PodReports:
+        self.short = seen[3]
+        return self.reports
+
+
+async def test_a_job_is_asked_for_its_missing_pods_unless_it_is_suspended() -> None:
+    """Once it had been suspended it was never asked again."""
+    kit = Listening(fetched_cluster())
+    await kit.start()
+    await kit.settle()
+    name = job_named(kit.cluster, "fetch")
+
+    async def become(suspend: bool, condition: str) -> list[str]:
+        def change(body: Obj) -> None:
+            body["spec"]["suspend"] = suspend
+            suspended = {"type": "Suspended", "status": condition}
+            body["status"] = {"conditions": [suspended]}
+
+        kit.cluster.edit(JOB, "default", name, change)
+        await kit.settle()
+        return [body["metadata"]["name"] for body in kit.short]
+
+    assert await become(True, "True") == []
+    assert kit.condition("ModelReady") == ("False", "Queued")
+    assert await become(False, "False") == [name]
+    assert kit.condition("ModelReady") == ("False", "Downloading")

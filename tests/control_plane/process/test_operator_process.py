@@ -229,4 +229,5 @@ async def test_a_stuck_pass_is_what_liveness_tells(cluster: FakeCluster, time: F
 
 def test_wrong_flags_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--bind", "nowhere"]) == 2
-    assert capsys.readouterr().err == "foveal-operator: --bind 'nowhere' is not HOST:PORT\n"
+    said = capsys.readouterr().err
+    assert said == "foveal-operator: --bind 'nowhere' is neither HOST:PORT nor :PORT\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,23 @@ async def test_probes_say_what_is_wrong() -> None:
             assert answer.status == 200
         async with session.get("/metrics") as answer:
             assert "foveal_operator_watch_is_up 1.0" in await answer.text()
+    await server.stop()
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+async def test_the_default_address_answers_probes_of_either_family(
+    has_ipv6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster may have one family only; a kernel may lack the other."""
+    if has_ipv6 and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_ipv6)
+    server = ProbeServer(Telemetry(), live={}, ready={})
+    port = await server.start(read([], {}).bind_host, 0)
+    async with aiohttp.ClientSession() as session:
+        for host in ("127.0.0.1", "[::1]")[: 2 if has_ipv6 else 1]:
+            async with session.get(f"http://{host}:{port}/livez") as answer:
+                assert answer.status == 200
     await server.stop()
 
 

@@ -41,6 +41,21 @@ async def test_a_bad_spec_leaves_what_runs_alone_and_is_stalled(kit: Kit) -> Non
     assert "docs/reference/reasons.md#invalidspec" in events[-1]["note"]
 
 
+async def test_an_evicted_engine_is_told_and_counted_nowhere(kit: Kit) -> None:
+    await served(kit, pods=True)
+    (name,) = [name for name in kit.cluster.names("Pod") if name.startswith("tiny-engine")]
+
+    def evict(body: Obj) -> None:
+        body["status"] = {"phase": "Failed", "reason": "Evicted", "message": "disk pressure"}
+
+    kit.cluster.edit(POD, "default", name, evict)
+    await kit.settle()
+    assert kit.condition("EnginesReady") == ("False", "Evicted")
+    assert kit.status()["engine"].get("replicas", 0) == 0
+    assert kit.status()["lastFailure"]["message"] == "Evicted: disk pressure"
+    assert name in kit.cluster.names("Pod"), "its controller replaces it, not the rollout"
+
+
 async def test_budgets_that_do_not_fit_create_no_pod(kit: Kit) -> None:
     body = resource()
     body["spec"]["engine"]["hostMemory"] = "256Mi"

@@ -239,6 +239,56 @@ def test_a_pods_trouble_has_a_name(state: dict[str, Any], reason: Any, said: str
     assert said in found.message
 
 
+def test_pods_that_a_node_ended_or_refused_are_told_until_made_up_for() -> None:
+    """They were not looked at: their resource was Starting, without a reason."""
+    _, revision = revisions(BASE)
+    text = "The node was low on resource: memory."
+    engine = pod("e-1", revision, ready=False, phase="Failed", reason="Evicted", message=text,
+                 **ended(137))  # fmt: skip
+    later, old = pod("e-1", revision, ready=False), pod("e-9", "old", ready=False)
+    engine["metadata"]["creationTimestamp"] = NOW
+    later["metadata"]["creationTimestamp"] = LATER
+    old["status"] = {**engine["status"], "message": "long ago"}
+    values = {**serving(), "engine_pods": (pod("e-0", revision), later)}
+    found = status_of(**{**values, "failed_pods": (engine, old)})
+    assert conditions(found)["EnginesReady"] == "False Evicted"
+    (message,) = [c.message for c in found.conditions if c.type == "EnginesReady"]
+    assert message.startswith(f"e-1: Evicted: {text}"), "not that its container was killed"
+    assert found.engine is not None
+    assert (found.engine.replicas, found.engine.ready) == (2, 1), "no part of any count"
+    failure = found.last_failure
+    assert failure is not None
+    assert (failure.pod, failure.reason) == ("e-1", "Evicted")
+    assert failure.message == f"Evicted: {text}"
+
+    ready = pod("e-1", revision)
+    ready["metadata"]["creationTimestamp"] = LATER
+    values["engine_pods"] = (ready, pod("e-0", revision, ready=False))
+    found = status_of(**{**values, "failed_pods": (engine,)})
+    assert conditions(found)["EnginesReady"] == "False Starting", "another has taken its place"
+    values["engine_pods"] = (ready, pod("e-0", revision))
+    found = status_of(**{**values, "failed_pods": (engine,)})
+    assert conditions(found)["Ready"] == "True Ready"
+
+
+def test_a_pod_that_the_control_plane_ended_says_why() -> None:
+    """A failed container of its own is no eviction."""
+    condition = {
+        "type": "DisruptionTarget", "status": "True", "lastTransitionTime": LATER,
+        "reason": "DeletionByTaintManager", "message": "Taint manager: deleting",
+    }  # fmt: skip
+    ended_so = pod("j", ready=False, phase="Failed", conditions=[condition], **ended(143))
+    found, failure = diagnose([ended_so]), last_failure([ended_so])
+    assert found is not None
+    assert found.reason is reasons.EVICTED
+    assert "DeletionByTaintManager: Taint manager" in found.message
+    assert failure is not None
+    assert (failure.time, failure.exit_code) == (LATER, -1)
+    found = diagnose([pod("j", ready=False, phase="Failed", **ended(1, "boom"))])
+    assert found is not None
+    assert found.reason is reasons.CRASHED
+
+
 def test_trouble_of_the_current_revision_is_told() -> None:
     _, engine = revisions(BASE)
     broken = pod("e-1", engine, ready=False, **ended(2, "foveal-runtime: no such field"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -9,6 +10,8 @@ from msgspec import Meta
 from foveal_operator.api.rules import ObjectName, Part, Quantity, Rule, Text, Transition
 from foveal_runtime.plan.quantity import parse
 
+_SPACE = r"\t\n\f\r "
+"""What CEL means by a space."""
 DEFAULT_SIZE = "50Gi"
 """Of the resource's own claim."""
 _HAS_OWN_CLAIM = (
@@ -96,13 +99,18 @@ class Model(Part, frozen=True, kw_only=True):
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "self.uri.matches('^(hf|s3|oci|pvc)://[^ /][^ ]*$')",
-            "uri must start with hf://, s3://, oci:// or pvc://",
+            r"self.uri.matches('^(hf|s3|oci|pvc)://[^\\s/][^\\s]*$')",
+            "uri must start with hf://, s3://, oci:// or pvc:// and have no space or line break",
+            lambda s: bool(re.fullmatch(rf"(hf|s3|oci|pvc)://[^{_SPACE}/][^{_SPACE}]*", s.uri)),
+            "uri",
+        ),
+        Rule(
+            "!self.uri.startsWith('pvc://')"
+            " || self.uri.matches('^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/|$)')",
+            "uri pvc://CLAIM/PATH must begin with the name of a PersistentVolumeClaim",
             lambda s: (
-                s.uri.split("://")[0] in ("hf", "s3", "oci", "pvc")
-                and len(s.uri.split("://", 1)[-1]) > 0
-                and " " not in s.uri
-                and s.uri.split("://", 1)[-1][0] != "/"
+                not s.uri.startswith("pvc://")
+                or bool(re.match(r"pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/|\Z)", s.uri))
             ),
             "uri",
         ),

@@ -101,6 +101,10 @@ NO_NODE_YET = Reason(
     "NoNodeYet",
     "Wait for the cluster autoscaler, add such a node, or correct podTemplate and accelerator.",
 )
+TERMINATION_STUCK = Reason(
+    "TerminationStuck",
+    "Delete the Node if its machine is gone, or taint it node.kubernetes.io/out-of-service.",
+)
 QUEUED = Reason("Queued")
 IMAGE_PULL = Reason("ImagePull", "Check spec.image and the nodes' access to its registry.")
 IMAGE_DENIED = Reason(
@@ -123,6 +127,9 @@ INVALID_ARGUMENT = Reason(
     "InvalidArgument", "The runtime refused its document: correct the field it names.", True
 )
 CRASHED = Reason("Crashed", "Read status.lastFailure and the pod's log.")
+EVICTED = Reason(
+    "Evicted", "Give the node what the message says it lacks, or keep the pods off that node."
+)
 DEADLINE_EXCEEDED = Reason(
     "ProgressDeadlineExceeded", "Correct or revert the last change; older pods keep serving.", True
 )

@@ -76,7 +76,8 @@ class Budget(Part, frozen=True, kw_only=True):
 
 
 class Failure(Part, frozen=True, kw_only=True):
-    """The last container that failed: of an engine, a frontend, or a Job that is not through."""
+    """The last container that failed, or was evicted with its pod: of an engine, a frontend, or a
+    Job that is not through."""
 
     pod: Annotated[Short, Meta(description="Its pod.")]
     container: Annotated[Short, Meta(description="Its name.")]

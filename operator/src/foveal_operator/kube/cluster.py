@@ -9,6 +9,7 @@ written.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
@@ -171,7 +172,7 @@ class KubeCluster:
     # --- reads ------------------------------------------------------------------------------
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Obj | None:
         try:
-            return await self._call("GET", kind.path(namespace, name))
+            return await self._call("GET", kind.path(namespace, name), is_urgent=kind is LEASE)
         except NotFound:
             return None
 
@@ -281,9 +282,16 @@ class KubeCluster:
         if dry_run:
             query["dryRun"] = "All"
         # Lease calls are timed and repeated by the elector alone.
-        tries = 1 if kind is LEASE else MAX_TRIES
+        is_lease = kind is LEASE
         answer = await self._call(
-            method, path, query=query, body=body, content=content, verb=verb, tries=tries
+            method,
+            path,
+            query=query,
+            body=body,
+            content=content,
+            verb=verb,
+            tries=1 if is_lease else MAX_TRIES,
+            is_urgent=is_lease,
         )
         if not dry_run:
             self._telemetry.count("foveal_operator_writes", kind=kind.name, verb=verb or method)
@@ -300,14 +308,17 @@ class KubeCluster:
         content: str = _JSON,
         verb: str = "",
         tries: int = MAX_TRIES,
+        is_urgent: bool = False,
     ) -> Obj:
         """Sends; once more when there was no answer, or the answer was "in a moment". Anything
         longer is the queue's to wait for: a worker must not stand still for one resource. Every
         call may be repeated: applies are idempotent, and creates and deletes have an answer of
-        their own for the second time."""
+        their own for the second time. An urgent call does not wait for slow ones to end: behind
+        them, a renewal of the Lease would come too late."""
+        turn = contextlib.nullcontext() if is_urgent else self._in_flight
         for attempt in range(1, tries + 1):
             try:
-                async with self._in_flight:
+                async with turn:
                     return await self._once(method, path, query, body, content, verb or method)
             except Transient as error:
                 is_brief = error.status == 0 or 0 < error.retry_after_seconds <= MAX_PAUSE_SECONDS

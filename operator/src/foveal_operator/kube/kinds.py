@@ -5,6 +5,8 @@ One table for the client, the watches, pruning and the chart's Role. Data only.
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import msgspec
 
 from foveal_operator.api.crd import GROUP, KIND, PLURAL, VERSION
@@ -52,11 +54,11 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
 
     def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
-        """URL path; `namespace` None means all namespaces."""
+        """URL path, quoted; `namespace` None means all namespaces."""
         parts = [self.root]
         if self.namespaced and namespace:
             parts.append(f"namespaces/{namespace}")
-        parts += [part for part in (self.plural, name, subresource) if part]
+        parts += [part for part in (self.plural, quote(name, safe=""), subresource) if part]
         return "/".join(parts)
 
 

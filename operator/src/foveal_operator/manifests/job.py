@@ -17,6 +17,7 @@ from foveal_operator.manifests.model_source import model_source
 from foveal_operator.manifests.overlay import lay_over
 from foveal_operator.manifests.pods import (
     PROGRESS_PORT_NAME,
+    QUEUE_LABEL,
     Volumes,
     container_security,
     pod_security,
@@ -96,11 +97,16 @@ def profile_job(context: Context) -> Obj:
 
 def _settings(context: Context, what: str) -> Obj:
     """What of the frontends' podTemplate a pod needs to run in this cluster: a Job runs where
-    frontends run, and reaches the hub as they reach sources of media. No sidecars: with one a Job
-    would never end. No affinity to pods, which come only after the Jobs. No HF_HUB_OFFLINE, with
-    which nothing is fetched."""
-    overlay = (context.inference.spec.frontend.pod_template or {}).get("spec")
+    frontends run, and reaches the hub as they reach sources of media. Labels and annotations are
+    for policies, and for what injects sidecars. No sidecars: with one a Job would never end. No
+    queue, which is for serving. No affinity to pods, which come only after the Jobs. No
+    HF_HUB_OFFLINE, with which nothing is fetched."""
+    template = context.inference.spec.frontend.pod_template or {}
+    overlay, metadata = template.get("spec"), template.get("metadata", {})
     spec = overlay if isinstance(overlay, dict) else {}
+    if isinstance(metadata, dict) and isinstance(labels := metadata.get("labels"), dict):
+        labels = {key: value for key, value in labels.items() if key != QUEUE_LABEL}
+        metadata = {**metadata, "labels": labels}
     given, affinity = spec.get("containers"), spec.get("affinity")
     own = [
         {"name": what, **{key: one[key] for key in ("env", "volumeMounts") if key in one}}
@@ -113,7 +119,7 @@ def _settings(context: Context, what: str) -> Obj:
     found = {key: spec[key] for key in (*SETTINGS, "securityContext", "volumes") if key in spec}
     if isinstance(affinity, dict) and "nodeAffinity" in affinity:
         found["affinity"] = {"nodeAffinity": affinity["nodeAffinity"]}
-    return {"spec": {**found, **({"containers": own} if own else {})}}
+    return {"metadata": metadata, "spec": {**found, **({"containers": own} if own else {})}}
 
 
 def profile_limit_bytes(modalities: Modalities) -> int:

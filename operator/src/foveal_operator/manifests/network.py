@@ -132,8 +132,13 @@ def frontend_ports(pods: Iterable[Obj]) -> tuple[int, ...]:
     }))  # fmt: skip
 
 
+_DNS_PORTS = (53, 5353)
+"""Of the cluster's DNS and, on OpenShift, of its pods: OVN-Kubernetes filters by the latter."""
+
+
 def _dns() -> Obj:
-    return {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+    protocols = ("UDP", "TCP")
+    return {"ports": [{"port": n, "protocol": p} for n in _DNS_PORTS for p in protocols]}
 
 
 def _in(namespace: str) -> list[Obj]:

@@ -65,6 +65,9 @@ def _locked(
         for key in overlay.get("metadata", {})
         if key not in ("labels", "annotations")
     ]
+    for key in ("labels", "annotations"):
+        if not isinstance(overlay.get("metadata", {}).get(key) or {}, dict):
+            return [*found, (f"{path}.metadata.{key}", "must be an object")]
     for label in overlay.get("metadata", {}).get("labels") or {}:
         if label.startswith(("app.kubernetes.io/", "foveal.dev/")):
             found.append((f"{path}.metadata.labels.{label}", "belongs to the operator"))
@@ -160,9 +163,12 @@ def _merge_lists(base: list[Any], over: list[Any], path: str) -> list[Any]:
     if not all(isinstance(item, dict) and key in item for item in (*base, *over)):
         return [*base, *(item for item in over if item not in base)]
 
-    def key_of(item: Any) -> Any:
-        value = item[key]
-        return _normal(value) if key == "mountPath" and isinstance(value, str) else value
+    for item in over:
+        if not isinstance(item[key], str):
+            raise SpecError([(f"{path}.{key}", f"must be a string, not {item[key]!r}")])
+
+    def key_of(item: Any) -> str:
+        return _normal(item[key]) if key == "mountPath" else str(item[key])
 
     merged = {key_of(item): item for item in base}
     for item in over:

@@ -21,7 +21,12 @@ from foveal_operator.kube.errors import denial
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import Owned
 from foveal_operator.manifests.job import SETTINGS, TEMPLATE
-from foveal_operator.pods.diagnose import EXIT_STARTUP_ERROR, diagnose, last_failure
+from foveal_operator.pods.diagnose import (
+    EXIT_STARTUP_ERROR,
+    OWN_CONTAINERS,
+    diagnose,
+    last_failure,
+)
 
 _DENIED = re.compile(
     r"\b(401|403|unauthorized|forbidden|denied|gated|AccessDenied|InvalidAccessKeyId"
@@ -36,6 +41,12 @@ _ENDED_BADLY = (
     reasons.CRASHED, reasons.OOM_KILLED, reasons.INVALID_ARGUMENT, reasons.SHM_FULL,
     reasons.DEVICE_FULL,
 )  # fmt: skip
+
+
+_NOT_CHOSEN = (
+    "app.kubernetes.io/", "foveal.dev/", "batch.kubernetes.io/", "controller-uid", "job-name",
+)  # fmt: skip
+"""Beginnings of labels that the operator and the cluster set."""
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +130,8 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "")
     reason, text = (found.reason, found.message) if found else (None, "")
     if refused and newest is None and not over:
         reason, text = denial(refused), refused
+    if job.get("spec", {}).get("suspend") and not over:
+        reason, text = reasons.QUEUED, f"Job {name} is suspended (spec.suspend)"
     if not text and "Failed" in conditions:
         text = str(over.get("message") or over.get("reason") or "")
     return JobState(
@@ -144,6 +157,8 @@ def _job_name(pod: Obj) -> str:
 def _terminations(pods: Iterable[Obj]) -> Iterable[Obj]:
     for pod in pods:
         for container in pod.get("status", {}).get("containerStatuses", ()):
+            if container.get("name") not in OWN_CONTAINERS:
+                continue  # an injected sidecar knows nothing of the model
             for state in ("lastState", "state"):
                 ended: Obj | None = container.get(state, {}).get("terminated")
                 if ended:
@@ -205,8 +220,16 @@ def _is_made_otherwise(live: Obj | None, wanted: Owned) -> bool:
 
 
 def _chosen(job: Obj | None) -> tuple[object, ...]:
-    """What of a Job's pod the user chooses: image, secret, environment, where it may run."""
-    spec = (job or {}).get("spec", {}).get("template", {}).get("spec", {})
+    """What of a Job's pod the user chooses: image, secret, environment, where it may run, labels
+    and annotations."""
+    template = (job or {}).get("spec", {}).get("template", {})
+    spec, metadata = template.get("spec", {}), template.get("metadata", {})
+    labels = {
+        key: value
+        for key, value in (metadata.get("labels") or {}).items()
+        if not key.startswith(_NOT_CHOSEN)
+    }
     container: Obj = next(iter(spec.get("containers") or ()), {})
     own = (container.get("image"), container.get("envFrom") or [], container.get("env") or [])
-    return (*own, *(spec.get(key) for key in SETTINGS))
+    marks = (labels, metadata.get("annotations") or {})
+    return (*own, *marks, *(spec.get(key) for key in SETTINGS))

@@ -28,7 +28,7 @@ _EPILOG = "Every flag can be given as FOVEAL_OPERATOR_<FLAG>, such as FOVEAL_OPE
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`namespaces` empty = the whole cluster. `bind` is host:port of probes and metrics."""
+    """`namespaces` empty = the whole cluster; `bind_host` empty = every address of the pod."""
 
     namespaces: tuple[str, ...] = ()
     settings: Settings = Settings()
@@ -36,7 +36,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     identity: str = "foveal-operator"
     kubeconfig: str = ""
     context: str = ""
-    bind_host: str = "0.0.0.0"
+    bind_host: str = ""
     bind_port: int = 8080
     num_workers: int = 8
     resync_seconds: float = 600.0
@@ -62,7 +62,12 @@ def parser(environment: Mapping[str, str] = {}) -> argparse.ArgumentParser:
     add("--retry-seconds", type=float, default=1.5)
     add("--resync-seconds", type=float, default=600.0, help="look at everything so often")
     add("--workers", type=int, default=8, help="resources worked on at a time (default: 8)")
-    add("--bind", default="0.0.0.0:8080", help="/livez, /readyz, /metrics")
+    add(
+        "--bind",
+        default=":8080",
+        metavar="[HOST]:PORT",
+        help="/livez, /readyz, /metrics; without HOST on all addresses, IPv4 and IPv6",
+    )
     add("--cluster-domain", default="cluster.local")
     add("--monitoring-namespace", default="monitoring", help="may scrape pods; see NetworkPolicy")
     add("--runbooks", default=RUNBOOKS, metavar="URL", help="alerts link to pages below it")
@@ -100,9 +105,9 @@ def read(argv: list[str] | None, environment: Mapping[str, str] | None = None) -
         raise UsageError(
             f"--namespaces names {len(namespaces)}; from {MAX_NAMESPACES} on watch all"
         )
-    host, _, port = found.bind.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"--bind {found.bind!r} is not HOST:PORT")
+    host, colon, port = found.bind.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"--bind {found.bind!r} is neither HOST:PORT nor :PORT")
     if not 1 <= found.workers <= 256:
         raise UsageError(f"--workers {found.workers} is not between 1 and 256")
     if found.resync_seconds < 1:

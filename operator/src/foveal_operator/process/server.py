@@ -6,6 +6,7 @@ Made by main.py with functions that answer: each returns "" when all is well, or
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
@@ -39,10 +40,13 @@ class ProbeServer:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port, which the system chooses when 0 was asked for. Raises OSError."""
+        """On `host`, or on every address when it is "". Returns the port, which the system chooses
+        when 0 was asked for. Raises OSError."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
+        if host:
+            await web.TCPSite(self._runner, host, port).start()
+        else:
+            await web.SockSite(self._runner, _on_all_addresses(port)).start()
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
@@ -58,6 +62,13 @@ class ProbeServer:
             await asyncio.sleep(0)
         await answer.write_eof()
         return answer
+
+
+def _on_all_addresses(port: int) -> socket.socket:
+    """One socket for IPv4 and IPv6; for IPv4 alone where the kernel has no IPv6."""
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port))
+    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
 
 
 def _prober(checks: Mapping[str, Check]) -> Callable[[web.Request], Awaitable[web.Response]]:

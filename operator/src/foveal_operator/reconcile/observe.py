@@ -80,6 +80,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         awaiting: pods that wait for a node that is not there yet.
         model_objects: live objects that the model's preparation uses, by (kind, name).
         short: StatefulSet and Jobs that lack pods, and do not say why. A Deployment does.
+        failed_pods: engines and frontends that have ended: of no use but to say why.
     """
 
     key: NamespacedName
@@ -93,6 +94,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     engine_pods: tuple[Obj, ...]
     frontend_pods: tuple[Obj, ...]
     model_pods: tuple[Obj, ...]
+    failed_pods: tuple[Obj, ...] = ()
     reports: PodReports = PodReports()
     short: tuple[Obj, ...] = ()
     awaiting: frozenset[str] = frozenset()
@@ -158,6 +160,7 @@ class Observer:
             engine_pods=pods["engine"],
             frontend_pods=pods["frontend"],
             model_pods=pods["model"],
+            failed_pods=self._failed_pods(key),
             reports=reports,
             short=short,
         )
@@ -182,7 +185,10 @@ class Observer:
         found += [
             job
             for job in self._caches.owned(JOB, key)
-            if not job.get("status", {}).get("conditions")
+            if not job.get("spec", {}).get("suspend")
+            and not any(
+                one.get("status") == "True" for one in job.get("status", {}).get("conditions") or ()
+            )
             and not any(controller_of(pod).get("name") == job["metadata"]["name"]
                         for pod in pods["model"])
         ]  # fmt: skip
@@ -300,14 +306,25 @@ class Observer:
         """Pods of a role that are not finished (Jobs: all)."""
         return tuple(
             pod
+            for pod in self._all_pods(key, component)
+            if component == "model" or _phase(pod) not in ("Succeeded", "Failed")
+        )
+
+    def _failed_pods(self, key: NamespacedName) -> tuple[Obj, ...]:
+        every = (*self._all_pods(key, "engine"), *self._all_pods(key, "frontend"))
+        return tuple(pod for pod in every if _phase(pod) == "Failed")
+
+    def _all_pods(self, key: NamespacedName, component: str) -> tuple[Obj, ...]:
+        return tuple(
+            pod
             for pod in self._caches.owned(POD, key)
             if pod["metadata"].get("labels", {}).get(COMPONENT) == component
             and _may_be_ours(pod, f"{key[1]}-{component}", component)
-            and (
-                component == "model"
-                or pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
-            )
         )
+
+
+def _phase(pod: Obj) -> str:
+    return str(pod.get("status", {}).get("phase", ""))
 
 
 def _may_be_ours(pod: Obj, workload: str, component: str) -> bool:

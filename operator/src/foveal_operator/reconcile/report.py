@@ -101,6 +101,7 @@ class Teller:
             stateful_set=self._caches.get(STATEFUL_SET, key[0], f"{key[1]}-engine"),
             frontend_pods=work.frontend_pods,
             engine_pods=work.engine_pods,
+            failed_pods=work.failed_pods,
             reachable=reachable(self._caches.owned(ENDPOINT_SLICE, key), key[1]),
             model=work.model,
             reports=msgspec.structs.replace(

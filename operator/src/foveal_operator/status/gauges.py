@@ -19,8 +19,8 @@ from foveal_operator.kube.types import NamespacedName
 from foveal_operator.telemetry.series import Telemetry
 
 _STATES = ("desired", "replicas", "updated", "ready", "draining")
-_FAILURES = (reasons.OOM_KILLED, reasons.CRASHED, reasons.IMAGE_PULL, reasons.UNSCHEDULABLE,
-             reasons.INVALID_ARGUMENT)  # fmt: skip
+_FAILURES = (reasons.OOM_KILLED, reasons.CRASHED, reasons.EVICTED, reasons.IMAGE_PULL,
+             reasons.UNSCHEDULABLE, reasons.INVALID_ARGUMENT)  # fmt: skip
 _STATUSES = ("True", "False", "Unknown")
 
 

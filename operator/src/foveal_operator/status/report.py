@@ -29,6 +29,8 @@ from foveal_operator.model.flow import ModelDecision
 from foveal_operator.pods.diagnose import (
     NEW_SECONDS,
     diagnose,
+    is_made_up_for,
+    is_overdue,
     is_ready,
     last_failure,
     ready_within,
@@ -57,6 +59,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         now: RFC 3339 time of this pass.
+        failed_pods: engines and frontends that have ended; in no other tuple.
         image_digest, image_doubt: of a model in an image; what is not known of it.
         reachable: frontends that the Service sends requests to; None = the cluster does not say.
         route_ready: None when no route is asked for.
@@ -71,6 +74,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     stateful_set: Obj | None = None
     frontend_pods: tuple[Obj, ...] = ()
     engine_pods: tuple[Obj, ...] = ()
+    failed_pods: tuple[Obj, ...] = ()
     model: ModelDecision = ModelDecision()
     reports: PodReports = PodReports()
     rollout: RolloutDecision = RolloutDecision()
@@ -139,7 +143,7 @@ def report(
         rendered_config_map=_config_map(desired),
         rendered_config_hash=_config_map(desired).rpartition("-")[2],
         rollout_strategy=observed.rollout.strategy,
-        last_failure=_last_failure(observed),
+        last_failure=_last_failure(observed, desired),
         model=ModelStatus(
             resolved_revision=observed.image_digest or observed.model.resolved_revision,
             download_percent=observed.model.download_percent,
@@ -149,9 +153,12 @@ def report(
     )
 
 
-def _last_failure(observed: Observed) -> Failure | None:
-    """Of any pod: engine, frontend, or of a Job that is not through."""
-    pods = (*observed.engine_pods, *observed.frontend_pods)
+def _last_failure(observed: Observed, desired: Desired | None) -> Failure | None:
+    """Of any pod: engine, frontend, or of a Job that is not through. Pods that have ended count in
+    the present revision: a Deployment keeps them for long."""
+    wanted = {_wanted_revision(desired, kind) for kind in ("StatefulSet", "Deployment")} - {""}
+    ended = [pod for pod in observed.failed_pods if _revision(pod) in wanted]
+    pods = (*observed.engine_pods, *observed.frontend_pods, *ended)
     serving = last_failure(pods, observed.reports.peaks)
     found = [one for one in (serving, observed.model.failure) if one is not None]
     return max(found, key=lambda one: one.time or "", default=None)
@@ -261,7 +268,12 @@ def _role_ready(
             text = f"{ready} of {role.desired} serve, and nodes are just being told of the last"
             return verdict(condition, False, reasons.STARTING, text)
         return verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
-    failure = diagnose(current, observed.reports.waits, observed.awaiting)
+    ended = [pod for pod in observed.failed_pods if _revision(pod) == revision]
+    told = [*current, *(pod for pod in ended if not is_made_up_for(pod, current))]
+    # An engine's name is free only when the one before has gone, whichever revision it is of.
+    now = seconds(observed.now) if kind == "StatefulSet" else 0.0
+    told += [pod for pod in pods if is_overdue(pod, now)]
+    failure = diagnose(told, observed.reports.waits, observed.awaiting, now)
     if failure:
         return verdict(condition, False, failure.reason, failure.message)
     if refused := observed.reports.refused.get(role.workload):
