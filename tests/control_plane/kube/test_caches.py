@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from foveal_operator.common.clock import Clock
-from foveal_operator.kube.errors import NotFound
-from foveal_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, INFERENCE, POD, WATCHED
+from foveal_operator.kube.errors import ApiError, NotFound, classify
+from foveal_operator.kube.kinds import BY_NAME, CONFIG_MAP, DEPLOYMENT, INFERENCE, POD, WATCHED
 from foveal_operator.kube.store import READ_BACK, Caches, brief, owner_of, trimmed
 from foveal_operator.kube.types import Obj
 from foveal_operator.kube.watches import Watch, selector_of
@@ -221,6 +222,22 @@ async def test_a_missing_resource_definition_is_an_error_a_missing_option_is_not
         assert not found.is_synced
     else:
         raise AssertionError("the resource's own API must be there")
+
+
+async def test_a_list_that_expires_between_two_pages_removes_nothing() -> None:
+    """It was taken for an API that is not there: all objects of the kind left the cache."""
+    time, keys, template = FakeTime(), list[tuple[str, str]](), config_map("a")
+    cluster, caches = FakeCluster(), Caches()
+    cluster.add({**template, "apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor"})
+    found = Watch(
+        cluster, caches, Telemetry(), clock=time.clock, namespaces=(), enqueue=keys.append
+    )
+    await found.sync(WATCHED)
+    cluster.fail(classify(410, {"reason": "Expired", "message": "too old"}), kind="PodMonitor")
+    with pytest.raises(ApiError, match="too old"):
+        await found.sync(WATCHED)
+    assert caches.get(BY_NAME["PodMonitor"], "default", "a") is not None
+    await found.sync(WATCHED)
 
 
 def test_children_are_filtered_by_the_server() -> None:

@@ -264,7 +264,7 @@ async def test_an_answer_that_is_no_json_is_told_as_it_is(server: Server, connec
     [
         (409, "the object has been modified", Conflict),
         (404, "not found", NotFound),
-        (410, "expired", NotFound),
+        (410, "The provided continue parameter is too old", Transient),
         (403, "cannot patch resource", Forbidden),
         (403, 'pods "x" is forbidden: exceeded quota: small', Denied),
         (403, 'pods "x" is forbidden: violates PodSecurity "restricted:latest"', Denied),

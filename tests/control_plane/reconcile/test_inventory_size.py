@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from foveal_operator.api.workloads import Accelerator, Engine
+from foveal_operator.kube.errors import ApiError, classify
 from foveal_operator.kube.kinds import NODE, RESOURCE_SLICE, Kind
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
@@ -43,6 +44,7 @@ class Paged(FakeCluster):
         self.sent: list[weakref.ref[Whole]] = []
         self.most_alive = 0
         self.node_gib = 64
+        self.expires = False
 
     async def pages(
         self, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
@@ -51,6 +53,8 @@ class Paged(FakeCluster):
             body = self.one(f"n{index:02}", kind)
             self.sent.append(weakref.ref(body))
             yield [body]
+            if self.expires:
+                raise classify(410, {"reason": "Expired", "message": "continue: too old"})
             del body
             self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self.sent))
 
@@ -115,6 +119,16 @@ async def test_facts_of_an_engine_are_found_once_for_each_list_of_nodes() -> Non
     cluster.node_gib = 128
     await inventory.refresh()
     assert facts("gpu").node_bytes == 128 << 30, "nodes of today"
+
+
+async def test_nodes_stay_known_where_their_list_expires_between_two_pages() -> None:
+    """The answer counted as an API that is not there: nodes were unknown until the next list."""
+    cluster = Paged()
+    inventory = await filled(cluster)
+    cluster.expires = True
+    with pytest.raises(ApiError, match="too old"):
+        await inventory.refresh()
+    assert inventory.node_facts(Engine()).device_bytes == 80 << 30
 
 
 @pytest.mark.parametrize("driver", ["gpu.example.com", "another.example.com"])
