@@ -85,21 +85,19 @@ annotations:
 {{- end -}}
 {{- end -}}
 
+{{/* What the restricted standard asks for stays where no values are (helm upgrade --reuse-values). */}}
 {{- define "foveal.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-seccompProfile:
-  type: RuntimeDefault
+{{- $found := dict "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- range $key, $value := .Values.podSecurityContext -}}
+{{- $_ := set $found $key $value -}}
+{{- end -}}
+{{- toYaml $found -}}
 {{- end -}}
 
 {{- define "foveal.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
 capabilities:
   drop: [ALL]
 {{- end -}}

@@ -304,6 +304,10 @@ HOOK = 'admission webhook "a.example" denied the request: '
          "memory usage per Container is 1Gi, but limit is 2Gi]", reasons.QUOTA_EXCEEDED),
         ('create Pod a-0 in StatefulSet a failed error: pods "a-0" is forbidden: violates '
          'PodSecurity "baseline:latest": hostPath volumes', reasons.POD_SECURITY),
+        ('pods "x" is forbidden: unable to validate against any security context constraint: '
+         "[provider restricted-v2: .spec.securityContext.fsGroup: Invalid value: [10001]: 10001 is "
+         'not an allowed group, provider "anyuid": Forbidden: not usable by user or '
+         "serviceaccount]", reasons.POD_SECURITY),
         ('pods "x" is forbidden: error looking up service account a/b: serviceaccount "b" not '
          "found", reasons.SERVICE_ACCOUNT_MISSING),
         ('pods "x" is forbidden: something new', reasons.FAILED_CREATE),

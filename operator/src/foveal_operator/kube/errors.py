@@ -20,7 +20,8 @@ _DENIALS = tuple(
     for pattern, reason in (
         (r'is forbidden: User "', reasons.MISSING_RIGHT),
         (r"is forbidden: cannot set (blockOwnerDeletion|an ownerRef)", reasons.MISSING_RIGHT),
-        (r"is forbidden: violates PodSecurity", reasons.POD_SECURITY),
+        (r"is forbidden: (violates PodSecurity|unable to validate against any security context "
+         r"constraint)", reasons.POD_SECURITY),
         (r"is forbidden: (exceeded|failed) quota|is forbidden: \[?(max|min)imum \S+ usage per |"
          r"is forbidden: status unknown for quota", reasons.QUOTA_EXCEEDED),
         (r"is forbidden: no PriorityClass with name", reasons.PRIORITY_CLASS_MISSING),
