@@ -85,6 +85,16 @@ annotations:
 {{- end -}}
 {{- end -}}
 
+{{/* "true" where the operator gets a PodMonitor: asked for, or Auto in a cluster that has the API. */}}
+{{- define "foveal.hasPodMonitor" -}}
+{{- $metrics := .Values.metrics -}}
+{{- if ne (toString $metrics.podMonitor.enabled) "Auto" -}}
+{{- ternary "true" "" $metrics.podMonitor.enabled -}}
+{{- else if not $metrics.serviceMonitor.enabled -}}
+{{- ternary "true" "" (.Capabilities.APIVersions.Has "monitoring.coreos.com/v1/PodMonitor") -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What the restricted standard asks for stays where no values are (helm upgrade --reuse-values). */}}
 {{- define "foveal.podSecurity" -}}
 {{- $found := dict "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
