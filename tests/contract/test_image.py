@@ -79,7 +79,7 @@ def test_operator_has_no_torch() -> None:
 @pytest.mark.parametrize("name", ["operator", "runtime"])
 def test_one_user_everywhere(name: str) -> None:
     assert f"\nUSER {USER_ID}:{USER_ID}\n" in stage(name)
-    chart = (ROOT / "charts/foveal/templates/_helpers.tpl").read_text()
+    chart = (ROOT / "charts/foveal/values.yaml").read_text()
     assert set(re.findall(r"(?:runAsUser|runAsGroup|fsGroup): (\d+)", chart)) == {str(USER_ID)}
 
 

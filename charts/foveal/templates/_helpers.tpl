@@ -85,21 +85,29 @@ annotations:
 {{- end -}}
 {{- end -}}
 
+{{/* "true" where the operator gets a PodMonitor: asked for, or Auto in a cluster that has the API. */}}
+{{- define "foveal.hasPodMonitor" -}}
+{{- $metrics := .Values.metrics -}}
+{{- if ne (toString $metrics.podMonitor.enabled) "Auto" -}}
+{{- ternary "true" "" $metrics.podMonitor.enabled -}}
+{{- else if not $metrics.serviceMonitor.enabled -}}
+{{- ternary "true" "" (.Capabilities.APIVersions.Has "monitoring.coreos.com/v1/PodMonitor") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the restricted standard asks for stays where no values are (helm upgrade --reuse-values). */}}
 {{- define "foveal.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-seccompProfile:
-  type: RuntimeDefault
+{{- $found := dict "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- range $key, $value := .Values.podSecurityContext -}}
+{{- $_ := set $found $key $value -}}
+{{- end -}}
+{{- toYaml $found -}}
 {{- end -}}
 
 {{- define "foveal.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
 capabilities:
   drop: [ALL]
 {{- end -}}

@@ -94,6 +94,7 @@ def test_unknown_values_are_refused(path: str) -> None:
         ("networkPolicy.apiServerPorts", []),
         ("networkPolicy.apiServerCidrs", ["somewhere"]),
         ("metrics.podMonitor.interval", "often"),
+        ("metrics.podMonitor.enabled", "auto"),
         ("sample.name", "x" * 41),
         ("terminationGracePeriodSeconds", 0),
         ("commonLabels", {"a": 1}),
@@ -116,6 +117,8 @@ def test_one_way_of_scraping_at_a_time() -> None:
     CHECK.validate(changed)
     changed["metrics"]["serviceMonitor"]["enabled"] = True
     assert not CHECK.is_valid(changed)
+    changed["metrics"]["podMonitor"]["enabled"] = "Auto"
+    CHECK.validate(changed)
 
 
 # --- roles ------------------------------------------------------------------------------------

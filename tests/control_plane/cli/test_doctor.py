@@ -66,6 +66,13 @@ def _shared(reader: FakeReader) -> None:
     reader.answers["/api/v1/nodes"] = {"items": [node("a", "512Gi", 8, **labels)]}
 
 
+def _renamed(reader: FakeReader) -> None:
+    _shared(reader)
+    (body,) = reader.answers["/api/v1/nodes"]["items"]
+    found = body["status"]["allocatable"]
+    found["nvidia.com/gpu.shared"] = found.pop("nvidia.com/gpu")
+
+
 def _amd(reader: FakeReader) -> None:
     body = node("a", "512Gi", **{"amd.com/gpu.vram": "192G"})
     body["status"]["allocatable"]["amd.com/gpu"] = "8"
@@ -74,6 +81,7 @@ def _amd(reader: FakeReader) -> None:
 
 DEVICES = {
     "shared": (_shared, "8 nvidia.com/gpu on 1 node (4 share a device), each of 20 GiB"),
+    "renamed": (_renamed, "8 nvidia.com/gpu.shared on 1 node (4 share a device), each of 20 GiB"),
     "amd": (_amd, "8 amd.com/gpu on 1 node, each of 192 GiB"),
 }
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from foveal_operator.common.clock import Clock
-from foveal_operator.kube.errors import NotFound
-from foveal_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, INFERENCE, POD, WATCHED
+from foveal_operator.kube.errors import ApiError, NotFound, classify
+from foveal_operator.kube.kinds import (
+    BY_NAME,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    INFERENCE,
+    POD,
+    POD_LABEL,
+    WATCHED,
+)
 from foveal_operator.kube.store import READ_BACK, Caches, brief, owner_of, trimmed
 from foveal_operator.kube.types import Obj
 from foveal_operator.kube.watches import Watch, selector_of
@@ -18,6 +27,8 @@ from foveal_operator.rollout import record
 from foveal_operator.telemetry.series import Telemetry
 from foveal_operator.testing.fake_cluster import FakeCluster
 from tests.support.fake_clock import FakeTime
+from tests.support.regenerate import wanted
+from tests.support.samples import LEGAL
 
 LABELS = {"app.kubernetes.io/instance": "tiny", "app.kubernetes.io/managed-by": "foveal-operator"}
 
@@ -223,7 +234,36 @@ async def test_a_missing_resource_definition_is_an_error_a_missing_option_is_not
         raise AssertionError("the resource's own API must be there")
 
 
+async def test_a_list_that_expires_between_two_pages_removes_nothing() -> None:
+    """It was taken for an API that is not there: all objects of the kind left the cache."""
+    time, keys, template = FakeTime(), list[tuple[str, str]](), config_map("a")
+    cluster, caches = FakeCluster(), Caches()
+    cluster.add({**template, "apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor"})
+    found = Watch(
+        cluster, caches, Telemetry(), clock=time.clock, namespaces=(), enqueue=keys.append
+    )
+    await found.sync(WATCHED)
+    cluster.fail(classify(410, {"reason": "Expired", "message": "too old"}), kind="PodMonitor")
+    with pytest.raises(ApiError, match="too old"):
+        await found.sync(WATCHED)
+    assert caches.get(BY_NAME["PodMonitor"], "default", "a") is not None
+    await found.sync(WATCHED)
+
+
 def test_children_are_filtered_by_the_server() -> None:
     for kind in WATCHED:
-        expected = "" if kind is INFERENCE else "app.kubernetes.io/managed-by=foveal-operator"
-        assert selector_of(kind) == expected
+        if kind not in (INFERENCE, POD):
+            assert selector_of(kind) == "app.kubernetes.io/managed-by=foveal-operator"
+    assert selector_of(INFERENCE) == ""
+
+
+def test_pods_are_watched_by_a_label_that_their_workloads_select_by() -> None:
+    """Another one can be taken off a pod for good: no workload replaces the pod then."""
+    objects = wanted(LEGAL["minimal"])
+    for workload in (*objects.of_kind("StatefulSet"), *objects.of_kind("Deployment")):
+        assert POD_LABEL in workload["spec"]["selector"]["matchLabels"].items()
+    jobs = objects.of_kind("Job")
+    assert jobs
+    for job in jobs:
+        assert POD_LABEL in job["spec"]["template"]["metadata"]["labels"].items()
+    assert selector_of(POD) == "app.kubernetes.io/name=foveal"

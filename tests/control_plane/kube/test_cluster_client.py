@@ -284,7 +284,7 @@ async def test_an_answer_that_is_no_json_is_told_as_it_is(server: Server, connec
     [
         (409, "the object has been modified", Conflict),
         (404, "not found", NotFound),
-        (410, "expired", NotFound),
+        (410, "The provided continue parameter is too old", Transient),
         (403, "cannot patch resource", Forbidden),
         (403, 'pods "x" is forbidden: exceeded quota: small', Denied),
         (403, 'pods "x" is forbidden: violates PodSecurity "restricted:latest"', Denied),
@@ -324,6 +324,10 @@ HOOK = 'admission webhook "a.example" denied the request: '
          "memory usage per Container is 1Gi, but limit is 2Gi]", reasons.QUOTA_EXCEEDED),
         ('create Pod a-0 in StatefulSet a failed error: pods "a-0" is forbidden: violates '
          'PodSecurity "baseline:latest": hostPath volumes', reasons.POD_SECURITY),
+        ('pods "x" is forbidden: unable to validate against any security context constraint: '
+         "[provider restricted-v2: .spec.securityContext.fsGroup: Invalid value: [10001]: 10001 is "
+         'not an allowed group, provider "anyuid": Forbidden: not usable by user or '
+         "serviceaccount]", reasons.POD_SECURITY),
         ('pods "x" is forbidden: error looking up service account a/b: serviceaccount "b" not '
          "found", reasons.SERVICE_ACCOUNT_MISSING),
         ('pods "x" is forbidden: something new', reasons.FAILED_CREATE),

@@ -193,6 +193,10 @@ def test_owner_references_and_the_claim_that_has_none() -> None:
         if owned.body["kind"] == "PersistentVolumeClaim":
             assert owner is None
             assert owned.policy == "Retain"
+            # Nor does Argo CD prune it, which takes the label `instance` for its own.
+            annotations = owned.body["metadata"]["annotations"]
+            assert annotations["argocd.argoproj.io/sync-options"] == "Prune=false"
+            assert annotations["argocd.argoproj.io/compare-options"] == "IgnoreExtraneous"
         else:
             assert owner[0]["uid"] == "0d9a"
             assert owner[0]["controller"] is True

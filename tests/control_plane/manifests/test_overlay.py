@@ -45,6 +45,35 @@ def of_engine(mounts: list[Obj]) -> Obj:
     return {"spec": {"containers": [{"name": "engine", "volumeMounts": mounts}]}}
 
 
+def limited(cpu: object, role: str = "engine", memory: str = "", **more: Obj) -> Obj:
+    """An overlay with a CPU limit, and what is locked beside it."""
+    limits = {"cpu": cpu, **({"memory": memory} if memory else {})}
+    own = {"name": role, "resources": {"limits": limits, **more}}
+    return {"spec": {"containers": [own]}}
+
+
+@pytest.mark.parametrize("cpu", ["64", 64])
+def test_an_overlay_limits_the_cpu(cpu: object) -> None:
+    """Where a quota counts limits.cpu, or a LimitRange has a lower default, no pod was admitted."""
+    (plain,) = wanted(resource()).of_kind("StatefulSet")
+    body = put(resource(), "spec.engine.podTemplate", limited(cpu))
+    (laid,) = wanted(body).of_kind("StatefulSet")
+    before, after = (
+        one["spec"]["template"]["spec"]["containers"][0]["resources"] for one in (plain, laid)
+    )
+    assert after == {**before, "limits": {**before["limits"], "cpu": cpu}}
+
+
+def test_a_cpu_limit_below_the_request_says_both() -> None:
+    body = put(resource(), "spec.engine.cpu", "8")
+    with pytest.raises(SpecError) as caught:
+        wanted(put(body, "spec.engine.podTemplate", limited("500m")))
+    assert caught.value.problems == [(
+        "spec.engine.podTemplate.spec.containers[engine].resources.limits.cpu",
+        "500m is below the 8 that the pods request: raise it, or lower spec.engine.cpu",
+    )]  # fmt: skip
+
+
 def test_an_overlay_mounts_a_volume_twice_and_keeps_ours() -> None:
     """Mounts were merged by the name of their volume: of two of one volume the second replaced the
     first, and one of `tmp` moved /tmp away."""
@@ -101,7 +130,17 @@ def test_a_new_secret_restarts_engines_that_read_one(source: Obj, reads: bool) -
     ("overlay", "field"),
     [
         ({"spec": {"containers": [{"name": "engine", "args": []}]}}, "containers[engine].args"),
-        ({"spec": {"containers": [{"name": "engine", "resources": {}}]}}, "resources"),
+        (limited("8", requests={"cpu": "1"}), "containers[engine].resources.requests"),
+        (limited("8", memory="1Gi"), "containers[engine].resources.limits.memory"),
+        (limited("much"), "containers[engine].resources.limits.cpu"),
+        (limited("0"), "containers[engine].resources.limits.cpu"),
+        (limited({}), "containers[engine].resources.limits.cpu"),
+        (limited("100m"), "containers[engine].resources.limits.cpu"),
+        ({"spec": {"containers": [{"name": "engine", "resources": 5}]}}, "[engine].resources"),
+        (
+            {"spec": {"containers": [{"name": "engine", "resources": {"limits": ["cpu"]}}]}},
+            "[engine].resources",
+        ),
         ({"spec": {"containers": [{"image": "x"}]}}, "spec.engine.podTemplate.spec.containers"),
         ({"spec": {"hostNetwork": True}}, "spec.engine.podTemplate.spec.hostNetwork"),
         ({"spec": {"volumes": {}}}, "spec.engine.podTemplate.spec.volumes"),

@@ -114,6 +114,20 @@ def test_jobs_take_labels_and_annotations_that_pods_take() -> None:
         assert metadata["annotations"] == MARKS["annotations"]
 
 
+@pytest.mark.parametrize(("cpu", "requested"), [("4", "1"), ("600m", "600m"), (0.5, "500m")])
+def test_jobs_are_limited_as_frontends_are(cpu: str | float, requested: str) -> None:
+    """Where a quota counts limits.cpu no model was ever fetched. No limit is below a request."""
+    own = {"name": "frontend", "resources": {"limits": {"cpu": cpu}}}
+    spec = {"containers": [own, {"name": "sidecar"}]}
+    body = sample(frontend={"cpu": "500m", "podTemplate": {"spec": spec}})
+    jobs = desired(parse(body), None, FACTS).of_kind("Job")
+    assert len(jobs) == 2
+    for job in jobs:
+        found = job["spec"]["template"]["spec"]["containers"][0]["resources"]
+        assert (found["limits"]["cpu"], found["requests"]["cpu"]) == (cpu, requested)
+        assert set(found["limits"]) == {"cpu", "memory"}
+
+
 @pytest.mark.parametrize(
     ("mount", "says"),
     [({"name": "ca", "mountPath": "/tmp"}, "volume tmp"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, INFERENCE, MANAGED_BY, STATEFUL_SET
+from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, INFERENCE, MANAGED_BY, POD, STATEFUL_SET
 from foveal_operator.kube.types import Obj
 from tests.support.operator_rig import KEY, Kit, resource
 from tests.support.served_resource import served
@@ -107,8 +107,7 @@ async def test_the_last_good_revision_is_still_known(kit: Kit) -> None:
 
 @pytest.mark.parametrize("with_pods", [False, True])
 async def test_all_at_once(kit: Kit, with_pods: bool) -> None:
-    """`kubectl label --all` over every kind: one pass puts all right. Where pods are among them,
-    the caches know nothing of the resource; its status does."""
+    """`kubectl label --all` over every kind: one pass puts all right, with pods and without."""
     await served(kit, pods=True)
     kit.hears = False
     labelled = [
@@ -128,4 +127,24 @@ async def test_all_at_once(kit: Kit, with_pods: bool) -> None:
     assert len(labelled) > 8
     assert [at for at in labelled if not is_known_and_labelled(kit, *at)] == []
     assert {at: kit.cluster.body(*at).get("spec") for at in labelled} == specs
-    assert with_pods or kit.condition("Ready")[0] == "True"
+    assert kit.condition("Ready")[0] == "True"
+
+
+async def test_pods_are_seen_without_it(kit: Kit) -> None:
+    """Nothing gives it back to a pod, whose state and failures were unknown from then on."""
+    await served(kit, pods=True)
+    names = kit.cluster.names("Pod")
+    for name in names:
+        relabel(kit, "Pod", name, "argocd")
+    await kit.settle()
+    assert kit.condition("Ready")[0] == "True"
+    assert all(kit.operator.caches.identity(POD, "default", name) for name in names)
+    engine = next(name for name in names if "engine" in name)
+
+    def fail(body: Obj) -> None:
+        (ready,) = [one for one in body["status"]["conditions"] if one["type"] == "Ready"]
+        ready["status"] = "False"
+
+    kit.cluster.edit(POD, "default", engine, fail)
+    await kit.settle()
+    assert kit.condition("EnginesReady")[0] == "False", "and what becomes of them is reported"

@@ -178,6 +178,7 @@ SHARED = {"nvidia.com/gpu.memory": "81920", "nvidia.com/gpu.sharing-strategy": "
         ({**SHARED, "nvidia.com/gpu.replicas": "4"}, "nvidia.com/gpu", 20),
         ({**SHARED, "nvidia.com/gpu.replicas": "1"}, "nvidia.com/gpu", 80),
         ({**SHARED, "nvidia.com/gpu.replicas": "0"}, "nvidia.com/gpu", 80),
+        ({**SHARED, "nvidia.com/gpu.replicas": "4"}, "nvidia.com/gpu.shared", 20),
         ({"nvidia.com/gpu.memory": "much"}, "nvidia.com/gpu", 0),
         ({"amd.com/gpu.vram": "192G"}, "example.com/gpu", 0),
     ],
@@ -200,6 +201,20 @@ async def test_one_pod_may_be_given_more_than_its_share(time: FakeTime) -> None:
     await inventory.refresh()
     found = inventory.node_facts(Engine())
     assert (found.device_bytes, found.largest_device_bytes) == (20 << 30, 80 << 30)
+
+
+async def test_under_mps_no_pod_is_given_more_than_its_share(time: FakeTime) -> None:
+    """MPS limits what each may take: an engine planned for more failed while it started."""
+    cluster = FakeCluster(missing=OPTIONAL_KINDS)
+    shared = node("a", gpus=8)
+    shared["metadata"]["labels"] = {
+        **SHARED, "nvidia.com/gpu.replicas": "4", "nvidia.com/gpu.sharing-strategy": "mps",
+    }  # fmt: skip
+    cluster.add(shared)
+    inventory = Inventory(cluster, time.clock)
+    await inventory.refresh()
+    found = inventory.node_facts(Engine())
+    assert (found.device_bytes, found.largest_device_bytes) == (20 << 30, 0)
 
 
 async def test_without_the_right_to_see_nodes_nothing_is_known(time: FakeTime) -> None:

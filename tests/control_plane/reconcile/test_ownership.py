@@ -256,6 +256,15 @@ async def test_the_kept_claim_is_known_again_and_a_foreign_one_is_not_taken() ->
     uid = kit.cluster.body("PersistentVolumeClaim", "tiny-model")["metadata"]["uid"]
     assert uid == claim["metadata"]["uid"]
 
+    def as_before(body: Obj) -> None:
+        """As a release before these annotations made it."""
+        del body["metadata"]["annotations"]
+
+    kit.cluster.edit(BY_NAME["PersistentVolumeClaim"], "default", "tiny-model", as_before)
+    await kit.settle()
+    kept = kit.cluster.body("PersistentVolumeClaim", "tiny-model")["metadata"]
+    assert kept["annotations"]["argocd.argoproj.io/sync-options"] == "Prune=false"
+
     other = Kit()
     labels = dict(claim["metadata"]["labels"])  # copied, as by a backup
     theirs = copy.deepcopy(

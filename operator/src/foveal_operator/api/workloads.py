@@ -42,7 +42,8 @@ PodTemplate = Annotated[
     Meta(
         description="Overlay on the pod template: metadata.labels and annotations are added, spec "
         "is merged (lists of named things by name, volumeMounts by mountPath). What the operator "
-        "derives cannot be overridden. Its volumes can be mounted elsewhere if readOnly is true."
+        "derives cannot be overridden; of resources, its container can have limits.cpu. Its "
+        "volumes can be mounted elsewhere if readOnly is true."
     ),
 ]
 _MIN_MAX = Rule(

@@ -20,7 +20,8 @@ _DENIALS = tuple(
     for pattern, reason in (
         (r'is forbidden: User "', reasons.MISSING_RIGHT),
         (r"is forbidden: cannot set (blockOwnerDeletion|an ownerRef)", reasons.MISSING_RIGHT),
-        (r"is forbidden: violates PodSecurity", reasons.POD_SECURITY),
+        (r"is forbidden: (violates PodSecurity|unable to validate against any security context "
+         r"constraint)", reasons.POD_SECURITY),
         (r"is forbidden: (exceeded|failed) quota|is forbidden: \[?(max|min)imum \S+ usage per |"
          r"is forbidden: status unknown for quota", reasons.QUOTA_EXCEEDED),
         (r"is forbidden: no PriorityClass with name", reasons.PRIORITY_CLASS_MISSING),
@@ -42,7 +43,8 @@ class ApiError(Exception):
 
 
 class Transient(ApiError):
-    """It may work later: 429, 5xx, no connection, time-out. `retry_after` in seconds, or 0."""
+    """It may work later: 429, 5xx, no connection, time-out, a list whose next page has expired
+    (410). `retry_after` in seconds, or 0."""
 
     def __init__(self, message: str, status: int = 0, retry_after_seconds: float = 0.0) -> None:
         super().__init__(message, status)
@@ -87,7 +89,7 @@ def classify(status: int, body: Mapping[str, Any], retry_after: str = "") -> Api
     message = str(body.get("message") or body.get("reason") or f"HTTP {status}")
     if status == 409 or (status == 422 and _is_of_another_uid(body)):
         return Conflict(message, status)
-    if status in (404, 410):
+    if status == 404:
         return NotFound(message, status)
     if status in (401, 403):
         # Admission says 403 as authorization does, in a Status with the same reason.
@@ -98,7 +100,7 @@ def classify(status: int, body: Mapping[str, Any], retry_after: str = "") -> Api
         return Denied(message, status, reason)
     if status == 500 and any(text in message for text in _TYPED_PATCH):
         return UserError(message, status)
-    if status == 429 or status >= 500 or status == 408:
+    if status in (408, 410, 429) or status >= 500:
         return Transient(message, status, _seconds(retry_after, body))
     reason = denial(message)
     if reason is not reasons.FAILED_CREATE:

@@ -20,6 +20,9 @@ OPERATOR_LABELS = {
 }
 """Of the operator's own Deployment and pods, by its chart."""
 CHILD_SELECTOR = f"{MANAGED_BY}={FIELD_MANAGER}"
+POD_LABEL = ("app.kubernetes.io/name", "foveal")
+"""Workloads select their pods by it. The label `managed-by` is nobody's to restore on a pod."""
+POD_SELECTOR = "=".join(POD_LABEL)
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):

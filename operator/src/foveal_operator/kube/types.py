@@ -19,6 +19,10 @@ MEMORY_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.memory", "amd.com/gpu": "amd.
 """Extended resource -> label of its nodes with the memory of one device."""
 SHARES_LABELS = {"nvidia.com/gpu": "nvidia.com/gpu.replicas"}
 """Extended resource -> label with how many of it stand for one device."""
+SHARED_SUFFIX = ".shared"
+"""Of a resource that NVIDIA's device plugin renames where it is shared (renameByDefault). The
+labels keep the name without it."""
+_STRATEGY_LABEL = "nvidia.com/gpu.sharing-strategy"
 _LABELLED = re.compile(r"(\d{1,9})(G?)")
 
 
@@ -40,7 +44,8 @@ def amount(value: object) -> int:
 
 def device_bytes(node: Obj, resource: str, *, is_whole: bool = False) -> int:
     """Memory of one device of an extended resource, by the node's labels; 0 when they do not tell.
-    Where several of the resource stand for one device, a share of it, unless `is_whole`.
+    Where several of the resource stand for one device, a share of it, unless `is_whole` and one
+    may take more than its share: time slicing divides no memory, MPS gives each an equal part.
 
     NVIDIA's feature discovery (github.com/NVIDIA/k8s-device-plugin, internal/lm/resource.go) writes
     MiB, of the whole device even where time slicing shares it, and then `replicas` above 1. AMD's
@@ -48,17 +53,21 @@ def device_bytes(node: Obj, resource: str, *, is_whole: bool = False) -> int:
     GiB with a G.
     """
     labels = node["metadata"].get("labels") or {}
-    found = _LABELLED.fullmatch(str(labels.get(MEMORY_LABELS.get(resource, ""), "")))
+    label = MEMORY_LABELS.get(resource.removesuffix(SHARED_SUFFIX), "")
+    found = _LABELLED.fullmatch(str(labels.get(label, "")))
     if found is None:
         return 0
     whole = int(found[1]) << (30 if found[2] else 20)
-    return whole if is_whole else whole // num_shares(node, resource)
+    if is_whole and labels.get(_STRATEGY_LABEL) != "mps":
+        return whole
+    return whole // num_shares(node, resource)
 
 
 def num_shares(node: Obj, resource: str) -> int:
     """How many of an extended resource stand for one device; at least 1."""
     labels = node["metadata"].get("labels") or {}
-    return max(1, amount(labels.get(SHARES_LABELS.get(resource, ""), 1)))
+    label = SHARES_LABELS.get(resource.removesuffix(SHARED_SUFFIX), "")
+    return max(1, amount(labels.get(label, 1)))
 
 
 def allocatable(node: Obj, name: str) -> int:

@@ -21,6 +21,7 @@ from foveal_operator.kube.kinds import (
     ENDPOINT_SLICE,
     INFERENCE,
     POD,
+    POD_SELECTOR,
     WATCHED,
     Kind,
 )
@@ -41,7 +42,9 @@ DISPENSABLE = (ENDPOINT_SLICE,)
 
 def selector_of(kind: Kind) -> str:
     """Server-side filter: all resources, and of every other kind only what is ours."""
-    return "" if kind is INFERENCE else CHILD_SELECTOR
+    if kind is INFERENCE:
+        return ""
+    return POD_SELECTOR if kind is POD else CHILD_SELECTOR
 
 
 class Watch:

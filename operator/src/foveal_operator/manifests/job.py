@@ -7,6 +7,7 @@ small enough for a termination message, so its pod needs no right to write anyth
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from foveal_operator.api.caches import Modalities
@@ -25,6 +26,7 @@ from foveal_operator.manifests.pods import (
 )
 from foveal_runtime.plan.config import GIB
 from foveal_runtime.plan.profile import profile_memory_bytes
+from foveal_runtime.plan.quantity import parse_millicores
 
 FETCH_MEMORY_BYTES = 2 * GIB
 PROFILE_REQUEST_BYTES = 4 * GIB
@@ -38,6 +40,8 @@ SETTINGS = (
     "hostAliases",
 )  # fmt: skip
 """Fields of a pod that Jobs take from the frontends' podTemplate."""
+CONTAINER_SETTINGS = ("env", "volumeMounts", "resources")
+CPU_MILLICORES = 1000
 # Not "http": a PodMonitor would scrape it, and alert when the Job is over.
 
 
@@ -109,7 +113,7 @@ def _settings(context: Context, what: str) -> Obj:
         metadata = {**metadata, "labels": labels}
     given, affinity = spec.get("containers"), spec.get("affinity")
     own = [
-        {"name": what, **{key: one[key] for key in ("env", "volumeMounts") if key in one}}
+        {"name": what, **{key: one[key] for key in CONTAINER_SETTINGS if key in one}}
         for one in (given if isinstance(given, list) else ())
         if isinstance(one, dict) and one.get("name") == "frontend"
     ]
@@ -120,6 +124,15 @@ def _settings(context: Context, what: str) -> Obj:
     if isinstance(affinity, dict) and "nodeAffinity" in affinity:
         found["affinity"] = {"nodeAffinity": affinity["nodeAffinity"]}
     return {"metadata": metadata, "spec": {**found, **({"containers": own} if own else {})}}
+
+
+def _cpu_millicores(settings: Obj) -> int:
+    """What a Job requests: no more than it is limited to."""
+    found = CPU_MILLICORES
+    for own in settings["spec"].get("containers", ()):
+        with suppress(KeyError, TypeError, ValueError):  # none, or none that lay_over accepts
+            found = min(found, parse_millicores(str(own["resources"]["limits"]["cpu"])))
+    return found
 
 
 def profile_limit_bytes(modalities: Modalities) -> int:
@@ -140,7 +153,8 @@ def _job(
 ) -> Obj:
     """`result`: what its result depends on. Another release must put the same into it, or every
     model is fetched and profiled once more; a test holds it to that."""
-    volumes, source = Volumes(), model_source(context)
+    volumes, source, settings = Volumes(), model_source(context), _settings(context, what)
+    cpu_millicores = _cpu_millicores(settings)
     volumes.volumes.append(source.volume())
     volumes.mounts.append(source.mount(read_only=read_only))
     volumes.add({"name": "tmp", "emptyDir": {"sizeLimit": "8Gi"}}, "/tmp")
@@ -159,7 +173,7 @@ def _job(
                 "command": ["foveal-runtime"],
                 "args": args,
                 "env": environment,
-                "resources": resources(1000, memory_bytes, None, PROFILE_REQUEST_BYTES),
+                "resources": resources(cpu_millicores, memory_bytes, None, PROFILE_REQUEST_BYTES),
                 "securityContext": container_security(),
                 "terminationMessagePolicy": "FallbackToLogsOnError",
                 "volumeMounts": volumes.mounts,
@@ -173,7 +187,7 @@ def _job(
         "template": {"metadata": {"labels": context.labels("model")}, "spec": pod},
     }
     spec["template"] = lay_over(
-        spec["template"], _settings(context, what), "spec.frontend.podTemplate", what, "frontend"
+        spec["template"], settings, "spec.frontend.podTemplate", what, "frontend"
     )
     suffix = f"{what}-{content_hash(result)}"
     body = context.object("batch/v1", "Job", suffix, "model", spec=spec)

@@ -64,6 +64,14 @@ def _folder(scheme: str, rest: str, revision: str | None) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "--", text)
 
 
+NOT_OF_ARGO_CD = {
+    "argocd.argoproj.io/compare-options": "IgnoreExtraneous",
+    "argocd.argoproj.io/sync-options": "Prune=false",
+}
+"""An application that tracks by label takes the label `instance` for its own. Other objects have an
+owner, which keeps them from being pruned."""
+
+
 def model_claim(context: Context) -> Obj:
     """For fetched weights. It carries no owner: deleting the resource keeps them."""
     cache = context.inference.spec.model.cache or ModelCache()
@@ -73,10 +81,11 @@ def model_claim(context: Context) -> Obj:
     }
     if cache.storage_class_name:
         spec["storageClassName"] = cache.storage_class_name
+    metadata = context.metadata("model", "model", owned=False)
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": context.metadata("model", "model", owned=False),
+        "metadata": {**metadata, "annotations": dict(NOT_OF_ARGO_CD)},
         "spec": spec,
     }
 

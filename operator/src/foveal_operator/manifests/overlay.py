@@ -13,13 +13,14 @@ from typing import Any
 
 from foveal_operator.api.parse import SpecError
 from foveal_operator.kube.types import Obj
+from foveal_runtime.plan.quantity import parse_millicores
 
 _LOCKED_SPEC = frozenset(
     {"serviceAccountName", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC",
      "terminationGracePeriodSeconds", "restartPolicy", "subdomain", "hostname"}
 )  # fmt: skip
 _LOCKED_CONTAINER = frozenset(
-    {"command", "args", "image", "resources", "ports", "securityContext", "startupProbe",
+    {"command", "args", "image", "ports", "securityContext", "startupProbe",
      "readinessProbe", "livenessProbe"}
 )  # fmt: skip
 
@@ -93,6 +94,8 @@ def _locked(
                 for name in _names(item.get("env"))
                 if name in _LOCKED_ENV
             ]
+            if "resources" in item:
+                found += _locked_resources(template, item["resources"], path, f"{own}.resources")
             found += _locked_mounts(template, item.get("volumeMounts"), f"{own}.volumeMounts")
     found += [
         (f"{path}.spec.volumes[{name}]", "is the operator's: its size is part of a budget")
@@ -100,6 +103,35 @@ def _locked(
         if _is_locked_volume(name)
     ]
     return found
+
+
+def _locked_resources(
+    template: Obj, given: object, overlay: str, path: str
+) -> list[tuple[str, str]]:
+    """All but a CPU limit, which some namespaces ask for: no budget rests on it."""
+    limits = given.get("limits", {}) if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(limits, dict):
+        return [(path, "must be an object such as {limits: {cpu: 4}}")]
+    locked = [key for key in given if key != "limits"]
+    locked += [f"limits.{key}" for key in limits if key != "cpu"]
+    text = "is derived by the operator: only limits.cpu can be set here"
+    found = [(f"{path}.{key}", text) for key in locked]
+    if "cpu" in limits:
+        (container,) = template["spec"]["containers"]
+        asked = container["resources"]["requests"]["cpu"]
+        problem = _cpu_problem(str(limits["cpu"]), asked, overlay.removesuffix(".podTemplate"))
+        found += [(f"{path}.limits.cpu", problem)] if problem else []
+    return found
+
+
+def _cpu_problem(limit: str, asked: str, role: str) -> str:
+    try:
+        is_enough = parse_millicores(limit) >= parse_millicores(asked)
+    except ValueError as error:
+        return str(error)
+    if is_enough:
+        return ""
+    return f"{limit} is below the {asked} that the pods request: raise it, or lower {role}.cpu"
 
 
 def _locked_mounts(template: Obj, mounts: object, path: str) -> list[tuple[str, str]]:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from foveal_operator.api.workloads import Engine
 from foveal_operator.common.clock import Clock
@@ -37,6 +39,22 @@ answer is kept for as many times FREE_SECONDS as there are MAX_ASKED of them."""
 AT_ONCE = 8
 """Pods of so many nodes behind them are listed at a time: half of the calls that may be in flight,
 so that others are answered meanwhile."""
+MAX_FACTS = 1024
+"""Kinds of engine whose nodes are remembered until the nodes are listed again."""
+T = TypeVar("T")
+
+
+class DeviceSlice(msgspec.Struct, frozen=True):
+    """Of a ResourceSlice what a plan needs, a small part of it.
+
+    Attributes:
+        node: "" for devices that are not bound to one node.
+        memory_bytes: the different `memory` capacities of its devices.
+    """
+
+    node: str
+    driver: str
+    memory_bytes: frozenset[int]
 
 
 class Inventory:
@@ -47,35 +65,56 @@ class Inventory:
         self._clock = clock
         self._nodes: Sequence[Obj] = ()
         self._nodes_at = 0.0
-        self._slices: Sequence[Obj] = ()
+        self._slices: Sequence[DeviceSlice] = ()
         self._classes: Sequence[Obj] = ()
         self._free: dict[str, tuple[float, int | None]] = {}
         """Until when, and how many."""
+        self._facts: dict[bytes, NodeFacts] = {}
         self.apis: frozenset[str] = frozenset()
 
     async def refresh(self) -> bool:
         """Asks again. True when the set of optional APIs has changed. Raises ApiError."""
         served = [kind.name for kind in OPTIONAL if await self._cluster.serves(kind)]
         await self._list_nodes()
-        self._slices = await self._list(RESOURCE_SLICE) or []
-        self._classes = await self._list(DEVICE_CLASS) or []
+        self._slices = await self._list(RESOURCE_SLICE, _brief_slice)
+        self._classes = await self._list(DEVICE_CLASS, lambda one: one)
+        self._facts.clear()
         found = frozenset(served)
         changed, self.apis = found != self.apis, found
         return changed
 
     async def _list_nodes(self) -> None:
         self._nodes_at = self._clock.monotonic()
-        self._nodes = [_brief(node) for node in await self._list(NODE) or []]
+        self._nodes = await self._list(NODE, _brief_node)
+        self._facts.clear()
 
-    async def _list(self, kind: Kind) -> list[dict[str, Any]] | None:
+    async def _list(self, kind: Kind, brief: Callable[[Obj], T]) -> list[T]:
         try:
-            return await self._cluster.list_all(kind, None)
+            return await self._read(kind, brief)
         except (Forbidden, NotFound) as error:
             log.info("%s are not known: %s", kind.plural, error.message)
-            return None
+            return []
+
+    async def _read(self, kind: Kind, brief: Callable[[Obj], T], fields: str = "") -> list[T]:
+        """Shortens page by page: as they come, the nodes of a large cluster take more memory than
+        the operator has. Raises ApiError."""
+        found: list[T] = []
+        async for page in self._cluster.pages(kind, None, fields=fields):
+            found += map(brief, page)
+        return found
 
     def node_facts(self, engine: Engine) -> NodeFacts:
         """Of the nodes that could run such an engine."""
+        accelerator = engine.accelerator
+        chosen = (accelerator.extended_resource, accelerator.device_class_name)
+        key = msgspec.json.encode((chosen, engine_pod_spec(engine)))
+        if key not in self._facts:
+            if len(self._facts) >= MAX_FACTS:
+                self._facts.clear()
+            self._facts[key] = self._node_facts(engine)
+        return self._facts[key]
+
+    def _node_facts(self, engine: Engine) -> NodeFacts:
         accelerator, nodes = engine.accelerator, self._candidates(engine)
         name = accelerator.extended_resource
         node_bytes = largest_node_bytes(nodes, name)
@@ -91,7 +130,8 @@ class Inventory:
         if not accelerator.device_class_name:
             return NodeFacts(node_bytes=node_bytes)
         drivers = drivers_of(self._classes, accelerator.device_class_name)
-        found = slice_device_bytes(slices_of(self._slices, drivers, nodes))
+        slices = slices_of(self._slices, drivers, nodes)
+        found = frozenset[int]().union(*(piece.memory_bytes for piece in slices))
         return NodeFacts(
             node_bytes=node_bytes,
             device_bytes=min(found, default=0),
@@ -165,7 +205,7 @@ class Inventory:
             names = [n["metadata"]["name"] for n in candidates[num_asked : num_asked + size]]
             if num_asked <= MAX_ASKED:  # as it is now: the last list may be minutes old
                 fields = f"metadata.name={names[0]}" if num_asked < MAX_ASKED else ""
-                nodes = await self._cluster.list_all(NODE, None, fields=fields)
+                nodes = await self._read(NODE, _brief_node, fields)
             lists = (self._cluster.list_all(POD, None, fields=f"spec.nodeName={n}") for n in names)
             for at, pods in zip(names, await asyncio.gather(*lists), strict=True):
                 here = [pod for pod in pods if _node_of(pod) == at]
@@ -206,13 +246,13 @@ def drivers_of(classes: Iterable[Obj], name: str) -> set[str]:
     return found or {name}
 
 
-def slices_of(slices: Iterable[Obj], drivers: set[str], nodes: Iterable[Obj]) -> list[Obj]:
+def slices_of(
+    slices: Iterable[DeviceSlice], drivers: set[str], nodes: Iterable[Obj]
+) -> list[DeviceSlice]:
     """Of these nodes and drivers; of every driver when none has such a name."""
-    names = {node["metadata"]["name"] for node in nodes}
-    here = [
-        piece for piece in slices if piece.get("spec", {}).get("nodeName") in (None, "", *names)
-    ]
-    own = [piece for piece in here if piece["spec"].get("driver") in drivers]
+    names = {"", *(node["metadata"]["name"] for node in nodes)}
+    here = [piece for piece in slices if piece.node in names]
+    own = [piece for piece in here if piece.driver in drivers]
     return own or here
 
 
@@ -220,7 +260,7 @@ def _node_of(pod: Obj) -> str:
     return str(pod.get("spec", {}).get("nodeName") or "")
 
 
-def _brief(node: Obj) -> Obj:
+def _brief_node(node: Obj) -> Obj:
     """Without a node's images and addresses, which are most of it."""
     metadata, spec, status = node["metadata"], node.get("spec", {}), node.get("status", {})
     kept = {key: spec[key] for key in ("taints", "unschedulable") if key in spec}
@@ -229,6 +269,19 @@ def _brief(node: Obj) -> Obj:
         "spec": kept,
         "status": {"allocatable": status.get("allocatable") or {}},
     }
+
+
+def _brief_slice(piece: Obj) -> DeviceSlice:
+    spec = piece.get("spec", {})
+    memories = (
+        amount(device.get("capacity", {}).get("memory", {}).get("value", 0))
+        for device in spec.get("devices") or ()
+    )
+    return DeviceSlice(
+        str(spec.get("nodeName") or ""),
+        str(spec.get("driver") or ""),
+        frozenset(value for value in memories if value > 0),
+    )
 
 
 def largest_node_bytes(nodes: Iterable[Obj], resource: str) -> int:
@@ -252,16 +305,6 @@ def smallest_device_bytes(nodes: Iterable[Obj], resource: str, *, is_whole: bool
         if allocatable(node, resource) > 0
     ]
     return min((value for value in found if value > 0), default=0)
-
-
-def slice_device_bytes(slices: Iterable[Obj]) -> list[int]:
-    """The `memory` capacity of each device of the ResourceSlices that tells it."""
-    found = [
-        amount(device.get("capacity", {}).get("memory", {}).get("value", 0))
-        for piece in slices
-        for device in piece.get("spec", {}).get("devices") or ()
-    ]
-    return [value for value in found if value > 0]
 
 
 def count_free_devices(nodes: Iterable[Obj], pods: Iterable[Obj], resource: str) -> int:

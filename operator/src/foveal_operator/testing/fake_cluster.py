@@ -18,6 +18,8 @@ from foveal_operator.kube.kinds import (
     INFERENCE,
     KINDS,
     MANAGED_BY,
+    POD,
+    POD_LABEL,
     Kind,
     kind_of,
 )
@@ -29,7 +31,8 @@ Place = tuple[str, str, str]
 """(plural name of the kind, namespace, name)"""
 Watcher = Callable[[Kind, str, Obj], None]
 """(kind, "ADDED" | "MODIFIED" | "DELETED", object): watches all resources, and of every other kind
-what has the operator's label. An object that loses the label is told as deleted."""
+what has the operator's label (pods: their workloads'). An object that loses it is told as
+deleted."""
 
 
 class FakeCluster:
@@ -294,8 +297,8 @@ def _check_claim(spec: Obj, live: Obj) -> None:
 
 
 def _is_watched(kind: Kind, body: Obj) -> bool:
-    labels = body["metadata"].get("labels") or {}
-    return kind is INFERENCE or labels.get(MANAGED_BY) == FIELD_MANAGER
+    key, value = POD_LABEL if kind is POD else (MANAGED_BY, FIELD_MANAGER)
+    return kind is INFERENCE or (body["metadata"].get("labels") or {}).get(key) == value
 
 
 def _content(body: Obj) -> Obj:

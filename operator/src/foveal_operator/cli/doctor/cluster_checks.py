@@ -18,6 +18,7 @@ from foveal_operator.kube.diff import Change, diff
 from foveal_operator.kube.reader import OPERATOR_SELECTOR, ForbiddenError, Reader
 from foveal_operator.kube.types import (
     MEMORY_LABELS,
+    SHARED_SUFFIX,
     Obj,
     allocatable,
     condition,
@@ -268,7 +269,10 @@ def device_findings(reader: Reader) -> Iterator[Finding]:
     area = "devices"
     nodes = [node for node in _items(reader, "/api/v1/nodes") if _is_ready(node)]
     found = False
-    for resource, label in MEMORY_LABELS.items():
+    names = [
+        (f"{name}{end}", at) for name, at in MEMORY_LABELS.items() for end in ("", SHARED_SUFFIX)
+    ]
+    for resource, label in names:
         holders = [node for node in nodes if allocatable(node, resource) > 0]
         if not holders:
             continue
