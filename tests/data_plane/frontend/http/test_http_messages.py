@@ -116,6 +116,7 @@ async def test_tokens_are_counted_with_images(harness: Any) -> None:
     {"min_p": 0.1}, {"tools": [], "tool_choice": {"type": "none"}},
     {"mcp_servers": None}, {"mcp_servers": []}, {"container": None}, {"container": {"skills": []}},
     {"context_management": {}}, {"context_management": {"edits": []}},
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
 ])  # fmt: skip
 async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> None:
     assert (await harness.http.post(PATH, json=body(**options))).status_code == 200
@@ -131,6 +132,10 @@ async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> 
         ({"container": {"skills": [{"skill_id": "x"}]}}, "container is not supported"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management is not supported",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
             "context_management is not supported",
         ),
         ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "tools[0].type"),

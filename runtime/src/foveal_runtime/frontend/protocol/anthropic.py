@@ -235,6 +235,8 @@ def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
         for name, value in (request.model_extra or {}).items()
         if name not in _MEANINGLESS
     }
+    if (managed := fields.get("context_management")) is not None:
+        fields["context_management"] = _without_neutral_edits(managed)
     fields |= {name: getattr(request, name) for name in _SAME if hasattr(request, name)}
     fields["messages"] = messages = _messages(request)
     last = messages[-1]
@@ -249,6 +251,14 @@ def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
         named = {"name": "answer", "schema": request.output_config.format.body, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": named}
     return fields | _tool_fields(request)
+
+
+def _without_neutral_edits(managed: Any) -> Any:
+    """Claude Code asks for all reasoning to be kept, which it is."""
+    if not isinstance(managed, dict) or not isinstance(managed.get("edits"), list):
+        return managed
+    kept = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
+    return {**managed, "edits": [edit for edit in managed["edits"] if edit not in kept]}
 
 
 def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
