@@ -112,6 +112,7 @@ class ResponseFormat(Bounded):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    body: Schema | None = Field(None, alias="schema", description="of json_object, as llama.cpp's")
     structures: Tags | None = Field(None, description="of a structural tag")
     triggers: list[str] | None = Field(None, description="of a structural tag")
     format: Schema | None = Field(None, description="of a structural tag")
