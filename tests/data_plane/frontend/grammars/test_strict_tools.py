@@ -138,3 +138,18 @@ def test_a_format_is_named_as_it_was_sent(name):
     assert relaxed == ["f/properties/a/pattern", "f/properties/a/format"]
     with pytest.raises(SchemaError, match=r"^format "):
         compiled(name, of(a={**TEXT, "format": "date"}))
+
+
+@pytest.mark.parametrize("odd", ["a b", "$id", "a:b", "@type"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_name_that_gemma_cannot_write_is_refused_at_every_level(odd, strict):
+    """Names were looked at on the first level alone, and others gave arguments that are no JSON."""
+    for schema in (
+        of(**{odd: TEXT}),
+        {"type": "array", "items": of(**{odd: TEXT})},
+        {"enum": [{"fine": [{odd: 1}]}]},
+    ):
+        with pytest.raises(SchemaError, match="cannot write the name") as caught:
+            compiled("gemma", of(a=schema), strict)
+        assert caught.value.code == "schema_unsupported"
+        assert caught.value.path.startswith("/0/function/parameters/properties/a")

@@ -145,3 +145,18 @@ def test_reasoning_is_an_item_before_the_message() -> None:
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
     done = next(e for e in events if e["type"] == "response.reasoning_text.done")
     assert (done["text"], done["output_index"]) == ("hm", 0)
+
+
+async def test_as_many_tools_are_taken_by_every_api(harness: Any) -> None:
+    """Chat completions took 128, and with them what the other two had promised to take."""
+    harness.generator.context_tokens = 10**6
+    nothing = {"type": "object", "properties": {}}
+    names = [f"f{number}" for number in range(300)]
+    tools = [{"name": name, "input_schema": nothing} for name in names]
+    response = await harness.http.post("/v1/messages", json=message(tools=tools))
+    assert response.status_code == 200, response.text
+    tools = [{"type": "function", "name": name, "parameters": nothing} for name in names]
+    given = {"model": "tiny", "input": "hi", "tools": tools}
+    response = await harness.http.post("/v1/responses", json=given)
+    assert response.status_code == 200, response.text
+    assert '"f299"' in harness.prompt

@@ -110,12 +110,36 @@ async def test_tokens_are_counted_with_images(harness: Any) -> None:
     assert found.json() == {"input_tokens": whole["usage"]["input_tokens"]}
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+async def test_claude_codes_billing_line_is_no_part_of_the_prompt(
+    harness: Any, as_text: bool
+) -> None:
+    """It differs in each request, at the start of the prompt: nothing was found in the cache."""
+    line = "x-anthropic-billing-header: cc_version=2.1.0; cch=%s;"
+    prompts = []
+    for number in ("a1b2c", "d3e4f"):
+        text = line % number
+        blocks = [{"type": "text", "text": one} for one in (text, "You are x.", "Be brief.")]
+        system = f"{text}\nYou are x.\nBe brief." if as_text else blocks
+        response = await harness.http.post(PATH, json=body(system=system))
+        assert response.status_code == 200, response.text
+        prompts.append(harness.prompt)
+    between = "\n" if as_text else ""
+    assert prompts[0].startswith(f"<|system|>You are x.{between}Be brief.<|end|><|user|>")
+    assert prompts[0] == prompts[1]
+    await harness.http.post(PATH, json=body(system=line % "a"))
+    assert harness.prompt.startswith("<|user|>")
+    await harness.http.post(PATH, json=body(system=f"Never write {line}"))
+    assert harness.prompt.startswith(f"<|system|>Never write {line}<|end|>")
+
+
 @pytest.mark.parametrize("options", [
     {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"metadata": {"user_id": "u"}},
     {"service_tier": "auto", "betas": ["x"]}, {"top_k": 5, "temperature": 0.5, "top_p": 0.9},
     {"min_p": 0.1}, {"tools": [], "tool_choice": {"type": "none"}},
     {"mcp_servers": None}, {"mcp_servers": []}, {"container": None}, {"container": {"skills": []}},
     {"context_management": {}}, {"context_management": {"edits": []}},
+    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
 ])  # fmt: skip
 async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> None:
     assert (await harness.http.post(PATH, json=body(**options))).status_code == 200
@@ -131,6 +155,10 @@ async def test_options_that_are_taken(harness: Any, options: dict[str, Any]) -> 
         ({"container": {"skills": [{"skill_id": "x"}]}}, "container is not supported"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management is not supported",
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
             "context_management is not supported",
         ),
         ({"tools": [{"type": "mcp_toolset", "mcp_server_name": "s"}]}, "tools[0].type"),

@@ -131,6 +131,12 @@ async def test_refusals_name_the_field(harness: Any, change: dict[str, Any], nam
     assert named in response.json()["error"]["message"], response.text
 
 
+async def test_fields_of_codex_without_meaning_are_taken(harness: Any) -> None:
+    more = {"client_metadata": {"x-codex-installation-id": "i"}, "access_programs": ["p"]}
+    response = await harness.http.post(PATH, json=body(**more))
+    assert response.status_code == 200, response.text
+
+
 async def test_a_failure_within_a_stream_is_an_event(harness: Any) -> None:
     harness.generator.error, harness.generator.error_after = EngineFailure("it broke"), 3
     last = (await events_of(harness))[-1]

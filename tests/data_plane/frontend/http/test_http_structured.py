@@ -99,6 +99,19 @@ async def test_what_is_not_strict_is_relaxed_and_named(harness: Any) -> None:
     assert "x-foveal-schema-relaxed" not in (await harness.chat(**named(SCHEMA))).headers
 
 
+async def test_the_schema_of_json_object_binds_as_that_of_json_schema(harness: Any) -> None:
+    """It was ignored, so that any object was an answer."""
+    await harness.chat(**named(SCHEMA, strict=False))
+    given = {"type": "json_object", "schema": SCHEMA}
+    response = await harness.chat(response_format=given)
+    assert response.status_code == 200, response.text
+    bound, found = (request.sampling.grammar for request in harness.generator.requests)
+    assert found == bound
+    odd = {"type": "json_object", "schema": {"type": 5}}
+    error = (await harness.chat(response_format=odd)).json()["error"]
+    assert error["param"] == "response_format.schema"
+
+
 async def test_a_grammar_is_compiled_once(harness: Any) -> None:
     for _ in range(3):
         await harness.chat(**named(SCHEMA))

@@ -185,3 +185,18 @@ async def test_half_a_surrogate_pair_in_the_history_is_text(harness: Any) -> Non
     body["messages"].append({"role": "assistant", "content": None} | called(arguments))
     response = await harness.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
+
+
+async def test_a_name_that_no_header_can_hold_is_spelt_with_question_marks(start: Any) -> None:
+    """The server refused its own header, and the whole answer was lost."""
+    name = "a\r\n\t\u00e9"
+    parameters = {
+        "type": "object",
+        "properties": {"at": {"$ref": f"#/$defs/{name}"}},
+        "$defs": {name: {"type": "string", "pattern": "x"}},
+    }
+    odd = {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+    async with start(tool_format="gemma") as harness:
+        response = await harness.chat(tools=[odd])
+    assert response.status_code == 200, response.text
+    assert response.headers["x-foveal-schema-relaxed"] == "odd/$defs/a????/pattern"

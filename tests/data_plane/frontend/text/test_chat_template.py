@@ -149,3 +149,66 @@ def test_json_in_the_templates_own_text_is_no_list_of_parts() -> None:
     source = "Reply as [{'type': 'text'}]. " + byte_tokenizer().chat_template
     assert template(source).content_format == "parts"
     assert template("{% for m in messages %}{{ m.content }}{% endfor %}").content_format == "string"
+
+
+PIECE = "{{ m.content if m.content is string else m.content[0].text }}"
+FIRST = (
+    "{% if messages[0].role == 'system' %}{% set m = messages[0] %}<|system|>"
+    + PIECE
+    + "{% endif %}"
+    "{% for m in messages %}{% if m.role != 'system' %}<|{{ m.role }}|>" + PIECE
+)
+LAST = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "{% set ns.system = '<|system|>' + "
+    + PIECE.strip("{} ").join("()")
+    + " %}{% endif %}{% endfor %}{{ ns.system }}"
+    "{% for m in messages %}{% if m.role != 'system' %}<|{{ m.role }}|>" + PIECE
+)
+REFUSED = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% else %}<|{{ m.role }}|>"
+) + PIECE
+LATER = [
+    Message(role="system", content="one"),
+    Message(role="developer", content=[TextPart(type="text", text="two")]),
+    Message(role="user", content="u"),
+    Message(role="system", content="three"),
+    Message(role="user", content="v"),
+    Message(role="assistant", content="a"),
+    Message(role="user", content="w"),
+]
+
+
+@pytest.mark.parametrize("source", [FIRST, LAST, REFUSED])
+def test_later_system_messages_are_part_of_the_first(source: str) -> None:
+    """Qwen3-VL reads the first alone, DeepSeek's distilled models the last, and Qwen3.5 refuses a
+    second one: Codex and Claude Code send several."""
+    found = template(source + "{% endif %}{% endfor %}")
+    wanted = "<|system|>one\n\ntwo\n\nthree<|user|>u\nv<|assistant|>a<|user|>w"
+    assert found.render(LATER).text == wanted
+    assert found.render(LATER[2:4]).text == "<|system|>three<|user|>u"
+    users = [LATER[0], LATER[2], LATER[4]]
+    assert found.render(users).text == "<|system|>one<|user|>u<|user|>v"
+
+
+def test_templates_that_take_later_system_messages_get_them_where_they_are() -> None:
+    wanted = "<|system|>one<|end|><|system|>two<|end|><|user|>u<|end|><|system|>three<|end|>"
+    assert template(STRING_TEMPLATE).render(LATER[:4]).text == f"{wanted}<|assistant|>"
+
+
+def test_media_follow_a_system_message_to_the_beginning() -> None:
+    source = LISTS.join(
+        (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('no') }}{% endif %}<|{{ m.role }}|>",
+            "{% endfor %}",
+        )
+    )
+    asked = [Message(role="user", content=PARTS), Message(role="system", content=PARTS)]
+    talk = template(source).render(asked, add_generation_prompt=False)
+    assert talk.text == "<|system|>a<image>b<|user|>a<image>b"
+    assert [part.path for part in talk.parts] == [
+        "messages[1].content[1]",
+        "messages[0].content[1]",
+    ]

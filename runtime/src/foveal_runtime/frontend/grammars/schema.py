@@ -6,6 +6,7 @@ that JSON Schema itself calls annotations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ _SINGLES = frozenset(
 )  # fmt: skip
 _FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Those that the library enforces well."""
+_BARE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _LONG, _SHORT = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])", "(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -191,6 +193,20 @@ def words_of(schema: Mapping[str, Any]) -> list[str]:
         at = words.index("allOf")
         words[at : at + 1] = ["allOf", "format"] if len(together) > 1 else ["format"]
     return words
+
+
+def check_names(value: Any, place: str) -> None:
+    """Raises SchemaError for a name in the value that formats without quotes cannot write."""
+    if isinstance(value, list):
+        for one in value:
+            check_names(one, place)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if not _BARE_NAME.fullmatch(name):
+                raise SchemaError(
+                    "schema_unsupported", f"this model cannot write the name {name!r}", place
+                )
+            check_names(one, place)
 
 
 def escape(name: str) -> str:

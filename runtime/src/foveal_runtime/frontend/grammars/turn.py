@@ -21,11 +21,10 @@ from foveal_runtime.frontend.grammars.formats import (
     render_gemma,
     split_marks,
 )
-from foveal_runtime.frontend.grammars.schema import SchemaError, escape, words_of
+from foveal_runtime.frontend.grammars.schema import SchemaError, check_names, escape, words_of
 
 _ANY = r"(.|\n)*"
 _BLANKS = r" \t\r\n"  # formats.BLANKS as a pattern
-_KEY = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LOCAL_REF = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 _DEFINED = frozenset({"$defs", "definitions"})
 _VALUES = frozenset({"type", "enum", "const"})
@@ -206,11 +205,6 @@ class _Writer:
                 "this model writes arguments one by one: parameters must be an object with "
                 "properties, and references must point into $defs",
             )
-        for key, _, _ in properties_of(schema):
-            if not _KEY.fullmatch(key):
-                raise SchemaError(
-                    "schema_unsupported", f"this model cannot write the name {key!r}", "/properties"
-                )
 
     def _arguments(
         self, row: Format, schema: Mapping[str, Any], place: str, tool: Mapping[str, Any]
@@ -229,6 +223,7 @@ class _Writer:
                 if required:
                     raise SchemaError("schema_invalid", "nothing satisfies the schema false", where)
                 continue
+            check_names({key: None}, f"{place}/properties")
             head = self._literal(before + key + between)
             if row.arguments == "params" and is_raw(one):
                 value = self._raw(one, after, where, tool)
@@ -364,6 +359,7 @@ class _Writer:
         shared = {key: one[key] for key in _DEFINED if key in one}
         kind = _type(one)
         if (values := _values(one)) is not None:
+            check_names(values, place)
             self._relax(one, _VALUES, place, tool, of=kind if isinstance(kind, str) else "")
             return " | ".join(self._literal(render_gemma(v)) for v in values)
         if "$ref" in one:

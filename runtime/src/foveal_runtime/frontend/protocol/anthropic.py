@@ -7,6 +7,7 @@ chat's parts: unknown keys (`cache_control`, `citations`) are dropped, unknown t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -224,6 +225,7 @@ _RENAMED = {
     "thinking_token_budget": "thinking.budget_tokens",
 }
 """Fields of the chat request that have another name here."""
+_BILLING = re.compile(r"\A\s*x-anthropic-billing-header:.*\s*")
 _BOOKS = ("from", "parts from", "calls from")
 """Keys of a message in the making: the paths of the turn, of its parts and of its calls."""
 
@@ -235,6 +237,8 @@ def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
         for name, value in (request.model_extra or {}).items()
         if name not in _MEANINGLESS
     }
+    if (managed := fields.get("context_management")) is not None:
+        fields["context_management"] = _without_neutral_edits(managed)
     fields |= {name: getattr(request, name) for name in _SAME if hasattr(request, name)}
     fields["messages"] = messages = _messages(request)
     last = messages[-1]
@@ -249,6 +253,14 @@ def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
         named = {"name": "answer", "schema": request.output_config.format.body, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": named}
     return fields | _tool_fields(request)
+
+
+def _without_neutral_edits(managed: Any) -> Any:
+    """Claude Code asks for all reasoning to be kept, which it is."""
+    if not isinstance(managed, dict) or not isinstance(managed.get("edits"), list):
+        return managed
+    kept = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
+    return {**managed, "edits": [edit for edit in managed["edits"] if edit not in kept]}
 
 
 def _tool_fields(request: CountTokensRequest) -> dict[str, Any]:
@@ -317,8 +329,9 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
 def _merged(request: CountTokensRequest) -> list[dict[str, Any]]:
     """Turns of one role that follow each other are one, as Anthropic's API has it."""
     out: list[dict[str, Any]] = []
-    if request.system:
-        out.append(_message("system", request.system, "system", "system"))
+    system = _system(request.system or "")
+    if system["content"]:
+        out.append(system)
     for number, turn in enumerate(request.messages):
         for message in _turn(turn, f"messages[{number}]"):
             before = out[-1] if out else {}
@@ -329,6 +342,19 @@ def _merged(request: CountTokensRequest) -> list[dict[str, Any]]:
             else:
                 out.append(message)
     return out
+
+
+def _system(content: str | Sequence[Lenient]) -> dict[str, Any]:
+    """Without the line for Anthropic's accounts with which Claude Code begins it: it differs in
+    each request, and no prefix would ever be found in the cache."""
+    message = _message("system", content, "system", "system")
+    kept = [
+        ({"type": "text", "text": text}, origin)
+        for part, origin in zip(message["content"], message["parts from"], strict=True)
+        if (text := _BILLING.sub("", part["text"]))
+    ]
+    told = {"content": [part for part, _ in kept], "parts from": [origin for _, origin in kept]}
+    return message | told
 
 
 def _message(role: str, content: str | Sequence[Lenient], path: str, turn: str) -> dict[str, Any]:

@@ -76,9 +76,12 @@ def _of_response_format(request: ChatCompletionRequest | CompletionRequest) -> W
         return None
     param = "response_format"
     if given.type == "json_object":
+        if given.body not in (None, {}, True):
+            return Wanted("json", given.body, False, f"{param}.schema")
         return Wanted("json", {"type": "object"}, True, param)
     if given.type == "structural_tag":
-        return Wanted("structural_tag", given.model_dump(exclude_none=True), True, param)
+        tag = given.model_dump(exclude_none=True, exclude={"body"})
+        return Wanted("structural_tag", tag, True, param)
     if given.json_schema is None:
         raise InvalidRequest(
             "response_format.json_schema is missing", param="response_format.json_schema"

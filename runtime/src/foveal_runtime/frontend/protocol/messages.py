@@ -7,7 +7,7 @@ refused: it is content that the model would not see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -20,6 +20,14 @@ Text = Annotated[str, Field(max_length=16_000_000)]
 MAX_TOOL_CALLS = 1024
 MAX_ROLES = 16
 """Of one conversation: each that is new takes renderings of the template, which hold others up."""
+_RESERVED_KWARGS = frozenset(
+    {
+        "messages", "conversation", "tools", "documents", "tokenize", "add_generation_prompt",
+        "continue_final_message", "chat_template", "return_dict", "return_tensors", "padding",
+        "truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs",
+        "bos_token", "eos_token", "pad_token", "unk_token",
+    }
+)  # fmt: skip
 
 
 Uuid = Annotated[
@@ -183,3 +191,20 @@ def check_num_roles(messages: Sequence[Message]) -> None:
                 "that a request may have; use 'system', 'user', 'assistant' or 'tool'",
                 param=f"messages[{index}].role",
             )
+
+
+def check_variables(
+    variables: Mapping[str, Any], messages: Sequence[Message], continues: bool
+) -> None:
+    """Raises InvalidRequest."""
+    for name in variables:
+        if name in _RESERVED_KWARGS:
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {name!r}",
+                param=f"chat_template_kwargs.{name}",
+            )
+    if continues and messages[-1].role != "assistant":
+        raise InvalidRequest(
+            "continue_final_message needs a last message of role assistant",
+            param="continue_final_message",
+        )

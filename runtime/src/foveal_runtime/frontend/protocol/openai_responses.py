@@ -160,7 +160,12 @@ class ResponsesAnswer(BaseModel):
 
 
 _REFERS = ("previous_response_id", "conversation", "prompt")
-_MEANINGLESS = frozenset({"include", "max_tool_calls", "stream_options", "prompt_cache_options"})
+_MEANINGLESS = frozenset(
+    {
+        "access_programs", "client_metadata", "include", "max_tool_calls", "prompt_cache_options",
+        "stream_options",
+    }
+)  # fmt: skip
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "store")
 
 

@@ -32,7 +32,7 @@ MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 MAX_REGEX_CHARS = 8 * 1024
 MAX_GRAMMAR_CHARS = 64 * 1024
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 MAX_SCHEMA_DEPTH = 100
 MAX_SCHEMA_PARTS = 50_000
 
@@ -112,6 +112,7 @@ class ResponseFormat(Bounded):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    body: Schema | None = Field(None, alias="schema", description="of json_object, as llama.cpp's")
     structures: Tags | None = Field(None, description="of a structural tag")
     triggers: list[str] | None = Field(None, description="of a structural tag")
     format: Schema | None = Field(None, description="of a structural tag")

@@ -36,8 +36,9 @@ from foveal_runtime.frontend.protocol.messages import (
     TextPart,
     ToolCall,
     check_num_roles,
+    check_variables,
 )
-from foveal_runtime.frontend.text.parts import join_results, media_part
+from foveal_runtime.frontend.text.parts import join_messages, media_part
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
@@ -49,14 +50,6 @@ _MAX_PROBED_ROLES = 64
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
     RecursionError,
-)  # fmt: skip
-_RESERVED_KWARGS = frozenset(
-    {
-        "messages", "conversation", "tools", "documents", "tokenize", "add_generation_prompt",
-        "continue_final_message", "chat_template", "return_dict", "return_tensors", "padding",
-        "truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs",
-        "bos_token", "eos_token", "pad_token", "unk_token",
-    }
 )  # fmt: skip
 
 
@@ -113,6 +106,7 @@ class ChatTemplate:
         self._parts_of: dict[tuple[str, bool], bool] = {}
         self._arguments_as_text = False
         self._takes_tools = template is not None and self._probe_tools()
+        self._takes_later_systems = template is not None and self._probe_later_systems()
         self.tool_format = FORMATS[tool_format] if tool_format else self._probe_calls()
         self.thinking = next((pair for pair in THINKING if pair[1] in (template or "")), None)
 
@@ -150,10 +144,10 @@ class ChatTemplate:
         more: dict[str, Any] = {"tool_calls": [call]} if has_calls else {}
         if role == "tool":
             more["tool_call_id"] = call["id"]
-        before = [] if role == "system" else [self._user()]
+        before = [] if role == "system" else [self._said("user")]
         if role == "tool":
             before.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        after = [self._user()] if role == "system" else []
+        after = [self._said("user")] if role == "system" else []
         for content in ([{"type": "text", "text": _PROBE}], _PROBE):
             try:
                 out = self._apply([*before, {"role": role, "content": content, **more}, *after])
@@ -163,14 +157,27 @@ class ChatTemplate:
                 return isinstance(content, list)
         return True
 
-    def _user(self) -> dict[str, Any]:
-        parts = [{"type": "text", "text": "x"}]
-        return {"role": "user", "content": parts if self.content_format == "parts" else "x"}
+    def _said(self, role: str, text: str = "x") -> dict[str, Any]:
+        parts = [{"type": "text", "text": text}]
+        return {"role": role, "content": parts if self._takes_parts(role) else text}
+
+    def _probe_later_systems(self) -> bool:
+        """Whether system messages come out wherever they are. Some templates read the first or
+        the last one alone, others refuse a second one."""
+        roles = ("system", "system", "user", "assistant", "system", "user")
+        texts = [f"{_PROBE}{number}" for number in range(len(roles))]
+        try:
+            out = self._apply(list(map(self._said, roles, texts)))
+        except _TEMPLATE_ERRORS:
+            return False
+        return all(text in out for text in texts)
 
     def _probe_tools(self) -> bool:
         function = {"name": _PROBE, "description": "x", "parameters": {"type": "object"}}
         try:
-            out = self._apply([self._user()], tools=[{"type": "function", "function": function}])
+            out = self._apply(
+                [self._said("user")], tools=[{"type": "function", "function": function}]
+            )
         except _TEMPLATE_ERRORS:
             return False
         return _PROBE in out
@@ -185,7 +192,7 @@ class ChatTemplate:
             call = {"id": "probe1234", "type": "function", "function": named}
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
-                out = self._apply([self._user(), said], **({"tools": tools} if tools else {}))
+                out = self._apply([self._said("user"), said], **({"tools": tools} if tools else {}))
             except _TEMPLATE_ERRORS:
                 continue
             is_written |= _PROBE in out
@@ -220,13 +227,9 @@ class ChatTemplate:
         return role
 
     def _takes(self, role: str) -> bool:
-        def message(role: str, text: str) -> dict[str, Any]:
-            parts = [{"type": "text", "text": text}]
-            return {"role": role, "content": parts if self.content_format == "parts" else text}
-
         try:
-            return _PROBE in self._apply([message("user", "x"), message(role, _PROBE)])
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+            return _PROBE in self._apply([self._said("user"), self._said(role, _PROBE)])
+        except _TEMPLATE_ERRORS:
             return False
 
     def _apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
@@ -253,14 +256,16 @@ class ChatTemplate:
             raise Unsupported(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        self._check_variables(variables or {}, messages, continue_final_message)
+        check_variables(variables or {}, messages, continue_final_message)
         check_num_roles(messages)
         parts: list[MediaPart] = []
-        plain = [
-            self._plain(message, f"messages[{index}]", parts, pages or {})
-            for index, message in enumerate(messages)
-        ]
-        plain = join_results(messages, plain)
+        order = self._order(messages)
+        plain = join_messages(
+            messages,
+            order,
+            [self._plain(messages[at], f"messages[{at}]", parts, pages or {}) for at in order],
+            one_system=not self._takes_later_systems,
+        )
         told: dict[str, Any] = {}
         if tools:
             self._check_text(json.dumps(tools, ensure_ascii=False), "tools")
@@ -282,6 +287,15 @@ class ChatTemplate:
             ) from error
         return Conversation(text, parts)
 
+    def _order(self, messages: Sequence[Message]) -> Sequence[int]:
+        """System messages first, for templates that take them nowhere else; media follow, since
+        the prompt has them in this order."""
+        order = range(len(messages))
+        if self._takes_later_systems:
+            return order
+        roles = [self._role(one.role, f"messages[{at}]") for at, one in enumerate(messages)]
+        return sorted(order, key=lambda at: roles[at] != "system")
+
     def _tell_tools(self, plain: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
         """For templates without tools: the system message says what they would."""
         row = self.tool_format or FORMATS["json"]
@@ -299,21 +313,6 @@ class ChatTemplate:
             first["content"] = [*first["content"], {"type": "text", "text": text}]
         else:
             first["content"] = f"{first['content']}\n\n{text}".strip()
-
-    def _check_variables(
-        self, variables: Mapping[str, Any], messages: Sequence[Message], continues: bool
-    ) -> None:
-        for name in variables:
-            if name in _RESERVED_KWARGS:
-                raise InvalidRequest(
-                    f"chat_template_kwargs may not set {name!r}",
-                    param=f"chat_template_kwargs.{name}",
-                )
-        if continues and messages[-1].role != "assistant":
-            raise InvalidRequest(
-                "continue_final_message needs a last message of role assistant",
-                param="continue_final_message",
-            )
 
     def _plain(
         self,
@@ -341,7 +340,8 @@ class ChatTemplate:
                 plain["tool_calls"] = calls
             else:
                 content = self._with_calls(content, calls)
-        as_parts = self._takes_parts(plain["role"], "tool_calls" in plain)
+        has_calls = "tool_calls" in plain and plain["role"] != "system"
+        as_parts = self._takes_parts(plain["role"], has_calls)
         if isinstance(content, str):
             self._check_text(content, f"{path}.content")
             content_out: Any = content

@@ -1,8 +1,8 @@
 """Content parts of messages as media: what each claims to be and where its content is.
 
 Read by the chat template, which writes a placeholder for each, and by the request service, which
-has documents read before that. Nothing is fetched or decoded here. `join_results` keeps roles in
-turn for templates that read results of tools as the user's words.
+has documents read before that. Nothing is fetched or decoded here. `join_messages` joins messages
+of one role for templates that do not take them as they are.
 """
 
 from __future__ import annotations
@@ -95,29 +95,38 @@ def media_part(part: MediaContent, path: str) -> MediaPart:
     return MediaPart(modality=modality, url=url, uuid=part.uuid, path=path, is_embeds=is_embeds)
 
 
-def join_results(
-    messages: Sequence[Message], plain: Sequence[dict[str, Any]]
+def join_messages(
+    messages: Sequence[Message],
+    order: Sequence[int],
+    plain: Sequence[dict[str, Any]],
+    *,
+    one_system: bool,
 ) -> list[dict[str, Any]]:
-    """`plain` are the messages as the template gets them. Results of tools whose role became `user`
-    are one message with the user's before and after them: many templates demand that roles
-    alternate."""
+    """`plain` are the messages as the template gets them, in `order`. Many templates demand that
+    roles alternate: the user's messages become one where a result of a tool is among them, whose
+    role became `user`, or where a system message stood between them. With `one_system`, the system
+    messages at the beginning are one, too."""
     out: list[dict[str, Any]] = []
-    was_result = False
-    for message, one in zip(messages, plain, strict=True):
-        is_result = one["role"] == "user" and message.role in ("tool", "function")
-        if out and out[-1]["role"] == one["role"] == "user" and (is_result or was_result):
-            out[-1] = {**one, **out[-1], "content": _joined(out[-1]["content"], one["content"])}
+    was_result, number = False, -1
+    for at, one in zip(order, plain, strict=True):
+        is_result = one["role"] == "user" and messages[at].role in ("tool", "function")
+        gap = "\n\n" if one_system and one["role"] == "system" else ""
+        if one["role"] == "user" and (is_result or was_result or at != number + 1):
+            gap = "\n"
+        if gap and out and out[-1]["role"] == one["role"]:
+            content = _joined(out[-1]["content"], one["content"], gap)
+            out[-1] = {**one, **out[-1], "content": content}
         else:
             out.append(one)
-        was_result = is_result
+        was_result, number = is_result, at
     return out
 
 
-def _joined(before: Any, after: Any) -> Any:
-    """Two contents as one, both texts or both parts; a line begins between two texts."""
+def _joined(before: Any, after: Any, gap: str) -> Any:
+    """Two contents as one, both texts or both parts, with `gap` between two texts."""
     if isinstance(before, str):
-        return f"{before}\n{after}" if before and after else before or after
+        return f"{before}{gap}{after}" if before and after else before or after
     if before and after and before[-1]["type"] == after[0]["type"] == "text":
-        text = _joined(before[-1]["text"], after[0]["text"])
+        text = _joined(before[-1]["text"], after[0]["text"], gap)
         return [*before[:-1], {"type": "text", "text": text}, *after[1:]]
     return [*before, *after]

@@ -29,6 +29,7 @@ _UNION_BRANCH = re.compile(r"[\[\](]")
 _TAGGED = "tagged-union["
 _BRANCHES = frozenset({"str", "list", "int", "float", "bool", "constrained-str"})
 _MAX_MESSAGE_CHARS = 2000
+_NOT_IN_HEADERS = re.compile(r"[^ -~]")
 
 
 def error_body(error: FovealError) -> dict[str, Any]:
@@ -140,8 +141,8 @@ def _model_names() -> frozenset[str]:
 def named_relaxed(response: Response, relaxed: Sequence[str]) -> Response:
     """Names what of a schema that is not strict is not enforced."""
     if relaxed:
-        text = "; ".join(relaxed).encode("ascii", "replace").decode()
-        response.headers["x-foveal-schema-relaxed"] = text[:1000]
+        text = _NOT_IN_HEADERS.sub("?", "; ".join(relaxed)[:1000])
+        response.headers["x-foveal-schema-relaxed"] = text.strip()
     return response
 
 
