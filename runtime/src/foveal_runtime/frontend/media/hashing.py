@@ -29,6 +29,9 @@ _MAX_DEPTH = 8
 MAX_FRAMES = 1024
 """Of a video that comes as images; fewer are kept (`ModalityLimits.max_frames`)."""
 _FRAMES_MAGIC = b"foveal frames 1\n"
+_BASE64_MARK = ";base64,"
+_MAX_TYPE_CHARS = 256
+"""Of a data URL, within which its mark is looked for: what is behind may be megabytes."""
 _PIECE_CHARS = 1 << 17
 """Of a text at a time: what is made of it is below `telemetry.memory.LARGE_BYTES`, so the kernel
 does not map and clear memory for it. A multiple of four, as base64 needs."""
@@ -123,8 +126,10 @@ class DataUrl(msgspec.Struct, frozen=True):
 
 
 def parse_data_url(url: MediaText) -> DataUrl:
-    """Splits `data:[type][;base64],payload`. Raises MediaInvalid."""
-    comma = url.find(",")
+    """Splits `data:[type][;base64],payload`; a type's parameters may hold commas, as browsers write
+    the codecs of what they record. Raises MediaInvalid."""
+    mark = url[:_MAX_TYPE_CHARS].lower().find(_BASE64_MARK)
+    comma = mark + len(_BASE64_MARK) - 1 if mark >= 0 else url.find(",")
     if not url.startswith("data:") or comma < 0:
         raise MediaInvalid("data URL has no comma; expected data:image/png;base64,<data>")
     parts = url[5:comma].split(";")
