@@ -137,6 +137,17 @@ async def test_prompts_are_truncated_from_the_left(harness: Any) -> None:
     assert error["param"] == "truncate_prompt_tokens"
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_answer(
+    harness: Any, name: str
+) -> None:
+    limit = (await harness.http.get("/v1/models")).json()["data"][0]["max_model_len"]
+    more = {"truncate_prompt_tokens": -1, name: 10}
+    assert (await harness.chat("a" * (limit + 5), **more)).status_code == 200
+    request = harness.generator.requests[-1]
+    assert (len(request.token_ids), request.sampling.max_tokens) == (limit - 10, 10)
+
+
 async def test_unknown_options_are_refused_unless_told_otherwise(start: Any) -> None:
     async with start(ignore_unknown_options=True) as harness:
         assert (await harness.chat(temprature=0)).status_code == 200

@@ -235,6 +235,11 @@ def max_tokens_of(
     return max(1, min(given, room))  # a score of the prompt alone still takes one step
 
 
+def wanted_tokens(request: ChatCompletionRequest | CompletionRequest) -> int | None:
+    """Output tokens that a request names, by either name."""
+    return getattr(request, "max_completion_tokens", None) or request.max_tokens
+
+
 def sampling_params(
     request: ChatCompletionRequest | CompletionRequest,
     defaults: SamplingDefaults,
@@ -248,7 +253,7 @@ def sampling_params(
     """The options of choice 0. `drawn_seed` is used when the request names none; `encode` makes
     tokens of a text, without special ones."""
     min_tokens = _pick(request.min_tokens, 0)
-    wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    wanted = wanted_tokens(request)
     if wanted and min_tokens > wanted:
         raise InvalidRequest(
             f"min_tokens is {min_tokens}, but max_tokens allows at most {wanted}",
