@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 
 import av
 import numpy as np
@@ -15,7 +16,7 @@ from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaTooLarge
 
 NUM_FRAMES = 16
-LIMITS = ModalityLimits(max_pixels=64 * 48, max_seconds=2.5, max_frames=NUM_FRAMES)
+LIMITS = ModalityLimits(max_pixels=100_000, max_seconds=2.5, max_frames=NUM_FRAMES)
 
 
 class Pipe:
@@ -81,3 +82,41 @@ def test_a_data_url_may_name_several_codecs() -> None:
     text = base64.b64encode(data).decode()
     url = f"data:video/webm;codecs=vp8,opus;base64,{text}"
     assert decode_data_url(url, max_bytes=len(data)) == data
+
+
+ONE = 0x10000
+TURNS = [(a, 0, 0, d) for a in (1, -1) for d in (1, -1)]
+TURNS += [(0, b, c, 0) for b in (1, -1) for c in (1, -1)]
+
+
+@pytest.mark.parametrize("matrix", TURNS)
+def test_a_video_is_seen_as_a_player_shows_it(matrix: tuple[int, int, int, int]) -> None:
+    """A phone that is held upright records frames that lie on their side, and a matrix by which
+    they are to be turned: (x, y) is shown at (ax + cy, bx + dy)."""
+    greys = np.array([[240, 160], [80, 0]], np.uint8)
+    pixels = np.repeat(np.kron(greys, np.ones((24, 32), np.uint8))[:, :, None], 3, axis=2)
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    data, (a, b, c, d) = bytearray(file.getvalue()), matrix
+    at = data.find(b"tkhd") + 4 + 40
+    struct.pack_into(">5i", data, at, a * ONE, b * ONE, 0, c * ONE, d * ONE)
+    asked: list[tuple[int, int]] = []
+
+    def choose(total: int, fps: float, width: int, height: int) -> list[int]:
+        asked.append((width, height))
+        return [0]
+
+    expected = np.zeros((2, 2))
+    for row, y in enumerate((-1, 1)):
+        for column, x in enumerate((-1, 1)):
+            expected[(b * x + d * y + 1) // 2, (a * x + c * y + 1) // 2] = greys[row, column]
+    [found] = decode_video(bytes(data), LIMITS, choose).pixels
+    height, width, _ = found.shape
+    assert (width, height) == ((64, 48) if a else (48, 64))
+    assert asked == [(width, height)]
+    means = found.reshape(2, height // 2, 2, width // 2, 3).mean(axis=(1, 3, 4))
+    assert np.allclose(means, expected, atol=8)

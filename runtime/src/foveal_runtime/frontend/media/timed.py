@@ -7,6 +7,7 @@ MediaTooLarge. Frames are chosen first (the processor's own sampling rule) and o
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from foveal_runtime.frontend.media.hashing import unpack_frames
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 
-READING = b"video-2"
+READING = b"video-3"
 """Changes with the frames that the same file becomes: part of every key."""
 _BLOCK_FRAMES = 1 << 14
 MAX_RATE = 384_000
@@ -195,6 +196,25 @@ def _counted(data: bytes | memoryview, limits: ModalityLimits) -> tuple[int, flo
         return max(1, total), (len(times) - 1) / lasts if lasts > 0 else _rate(stream)
 
 
+def _turn(frame: Any) -> tuple[bool, bool, bool]:
+    """How a frame is to be shown, as its display matrix has it, to a quarter of a turn: whether
+    rows become columns, and whether it is then mirrored from left to right, from top to bottom."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return False, False, False
+    a, b, _, c, d = (int(number) for number in np.frombuffer(matrix, np.int32)[:5])
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        return True, c < 0, b < 0
+    return False, a < 0, d < 0
+
+
+def _upright(pixels: np.ndarray[Any, Any], turn: tuple[bool, bool, bool]) -> np.ndarray[Any, Any]:
+    turns, mirrors, inverts = turn
+    pixels = pixels.transpose(1, 0, 2) if turns else pixels
+    pixels = pixels[:, ::-1] if mirrors else pixels
+    return pixels[::-1] if inverts else pixels
+
+
 def _read_frames(
     container: Any, limits: ModalityLimits, choose: Choose, total: int, fps: float
 ) -> Frames:
@@ -207,7 +227,13 @@ def _read_frames(
     check_pixels(width, height, limits)
     check_seconds(total / fps, limits, "video")
     check_seconds(total / MAX_FRAMES_PER_SECOND, limits, "video")
-    wanted = [i for i in choose(total, fps, width, height) if i >= 0]
+    decoded = container.decode(stream)
+    first = next(decoded, None)
+    if first is None:
+        raise MediaInvalid(f"video has no readable frames (read 0 of {total})")
+    turn = _turn(first)
+    shown = (height, width) if turn[0] else (width, height)
+    wanted = [i for i in choose(total, fps, *shown) if i >= 0]
     if len(wanted) > limits.max_frames:
         raise MediaTooLarge(
             f"video would give {len(wanted)} frames, the limit is {limits.max_frames}; "
@@ -221,7 +247,7 @@ def _read_frames(
             f"{most} pixels in all; ask for fewer with num_frames or fps"
         )
     keep, kept, last = set(wanted), {}, -1
-    for index, frame in enumerate(container.decode(stream)):
+    for index, frame in enumerate(itertools.chain([first], decoded)):
         last = index
         check_seconds(index / MAX_FRAMES_PER_SECOND, limits, "video")
         check_seconds(index / fps, limits, "video")
@@ -232,7 +258,7 @@ def _read_frames(
                 )
             if small != (width, height):
                 frame = frame.reformat(width=small[0], height=small[1], format="rgb24")
-            kept[index] = frame.to_ndarray(format="rgb24")
+            kept[index] = _upright(frame.to_ndarray(format="rgb24"), turn)
         if index >= max(keep, default=0):
             break
     if not kept:
