@@ -25,6 +25,8 @@ from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid, MediaTooLar
 from foveal_runtime.plan.media import MODALITIES, MMHash
 
 _NONE, _SEQUENCE, _MAP, _LEAF = b"\x00", b"\x01", b"\x02", b"\x03"
+_NO_BLANKS = dict.fromkeys(map(ord, " \t\r\n"))
+_ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "=", "%0D": "", "%0A": ""}
 _MAX_DEPTH = 8
 MAX_FRAMES = 1024
 """Of a video that comes as images; fewer are kept (`ModalityLimits.max_frames`)."""
@@ -160,6 +162,21 @@ def check_text_size(text: MediaText, max_bytes: int) -> None:
 
 
 def _from_base64(text: MediaText) -> bytes:
+    """Line breaks and percent-escapes are left out where it is not to be read without that."""
+    try:
+        return _base64_pieces(text)
+    except MediaInvalid:
+        given = plain = str(text)
+        if "%" in plain:
+            for escaped, char in _ESCAPED.items():
+                plain = plain.replace(escaped, char).replace(escaped.lower(), char)
+        plain = plain.translate(_NO_BLANKS)
+        if len(plain) == len(given):
+            raise
+        return _base64_pieces(plain)
+
+
+def _base64_pieces(text: MediaText) -> bytes:
     """In pieces: other threads, the event loop's among them, have their turn between."""
     pieces = []
     try:

@@ -11,7 +11,14 @@ import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WrapValidator,
+    model_validator,
+)
 
 from foveal_runtime.frontend.protocol.bounds import (
     Bounded,
@@ -73,6 +80,14 @@ class _Strict(Bounded):
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """null is as absent, also of a field that this server does not know."""
+        if not isinstance(value, dict):
+            return value
+        return {name: part for name, part in value.items() if part is not None}
 
 
 class StreamOptions(Bounded):
