@@ -159,7 +159,9 @@ class _Sampling(Open):
     top_p: Float | None = Field(None, gt=0, le=1)
     top_k: Integer | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off")
     min_p: Float | None = Field(None, ge=0, le=1)
-    seed: Integer | None = Field(None, ge=-(2**63), lt=2**64, description="same seed, same tokens")
+    seed: Integer | None = Field(
+        None, ge=-(2**63), lt=2**64, description="same seed, same tokens; -1: none"
+    )
     repetition_penalty: Float | None = Field(None, gt=0, le=100)
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)

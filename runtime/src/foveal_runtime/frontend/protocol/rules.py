@@ -250,8 +250,8 @@ def sampling_params(
     drawn_seed: int,
     grammar: str = "",
 ) -> SamplingParams:
-    """The options of choice 0. `drawn_seed` is used when the request names none; `encode` makes
-    tokens of a text, without special ones."""
+    """The options of choice 0. `drawn_seed` is used when the request names none, or
+    -1; `encode` makes tokens of a text, without special ones."""
     min_tokens = _pick(request.min_tokens, 0)
     wanted = wanted_tokens(request)
     if wanted and min_tokens > wanted:
@@ -266,7 +266,7 @@ def sampling_params(
             f"repetition_penalty is {penalty}; it must be at least {MIN_REPETITION_PENALTY}",
             param="repetition_penalty",
         )
-    seed = request.seed if request.seed is not None else drawn_seed
+    seed = drawn_seed if request.seed is None or request.seed == -1 else request.seed
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(min_tokens, max_tokens),
