@@ -86,7 +86,7 @@ async def test_token_ids_and_usage_while_streaming(harness: Any) -> None:
 
 async def test_sampling_options_reach_the_engine(harness: Any) -> None:
     await post(
-        harness, prompt="a", temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-1,
+        harness, prompt="a", temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-2,
         repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5,
         logit_bias={"5": 2, "6": -100}, min_tokens=1, max_tokens=3, ignore_eos=True, priority=-2,
         cache_salt="s",
@@ -94,11 +94,19 @@ async def test_sampling_options_reach_the_engine(harness: Any) -> None:
     request = harness.generator.requests[0]
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
-    assert (sampling.min_p, sampling.seed) == (0.1, 2**64 - 1)
+    assert (sampling.min_p, sampling.seed) == (0.1, 2**64 - 2)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling.logit_bias == ((5, 2.0), (6, -100.0))
     assert (sampling.min_tokens, sampling.max_tokens, sampling.ignore_eos) == (1, 3, True)
     assert (request.priority, request.cache_salt) == (-2, b"s")
+
+
+async def test_a_seed_of_minus_one_is_none(harness: Any) -> None:
+    """Clients that were written for other servers send it for a random one."""
+    for _ in range(2):
+        await post(harness, prompt="a", seed=-1)
+    first, second = (request.sampling.seed for request in harness.generator.requests)
+    assert len({first, second, 2**64 - 1}) == 3
 
 
 async def test_defaults_come_from_generation_config(start: Any, model_path: Any) -> None:

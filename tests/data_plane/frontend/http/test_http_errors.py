@@ -233,3 +233,16 @@ async def test_request_ids_that_could_harm_are_replaced(harness: Any) -> None:
         response = await harness.http.get("/livez", headers={"x-request-id": bad})
         assert response.headers["x-request-id"] != bad
         assert len(response.headers["x-request-id"]) == 32
+
+
+async def test_the_schema_names_every_status_of_a_failure(harness: Any) -> None:
+    """408 was missing, and 422 was taken for the framework's own, which is never sent."""
+    document = (await harness.http.get("/openapi.json")).json()
+    assert "HTTPValidationError" not in str(document)
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"):
+        responses = document["paths"][path]["post"]["responses"]
+        for status in ("408", "422"):
+            content = responses[status]["content"]["application/json"]["schema"]
+            assert content["$ref"].endswith("Error") or content["$ref"].endswith("ErrorResponse")
+    assert "408" in document["paths"]["/tokenize"]["post"]["responses"]
+    assert "422" not in document["paths"]["/tokenize"]["post"]["responses"]

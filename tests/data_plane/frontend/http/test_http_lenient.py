@@ -137,6 +137,62 @@ async def test_prompts_are_truncated_from_the_left(harness: Any) -> None:
     assert error["param"] == "truncate_prompt_tokens"
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_answer(
+    harness: Any, name: str
+) -> None:
+    limit = (await harness.http.get("/v1/models")).json()["data"][0]["max_model_len"]
+    more = {"truncate_prompt_tokens": -1, name: 10}
+    assert (await harness.chat("a" * (limit + 5), **more)).status_code == 200
+    request = harness.generator.requests[-1]
+    assert (len(request.token_ids), request.sampling.max_tokens) == (limit - 10, 10)
+
+
+@pytest.mark.parametrize("path", ["/", "/livez", "/health", "/v1/models", "/metrics", "/version"])
+async def test_head_is_get_without_a_body(harness: Any, path: str) -> None:
+    whole, head = await harness.http.get(path), await harness.http.head(path)
+    assert (whole.status_code, head.status_code, head.content) == (200, 200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert (await harness.http.head("/v1/completions")).status_code == 405
+    assert "head" not in str((await harness.http.get("/openapi.json")).json()["paths"].values())
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_json_by_another_name_is_told_the_header(harness: Any, kind: str, path: str) -> None:
+    body = json.dumps(harness.body())
+    headers = {"content-type": kind} if kind else {}
+    response = await harness.http.post(path, content=body.encode(), headers=headers)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert f"Content-Type is {kind!r}" in message
+    assert "application/json" in message
+
+
+async def test_a_tool_that_says_nothing(harness: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    prompts = []
+    for content in (None, ""):
+        messages[2]["content"] = content
+        response = await harness.http.post("/v1/chat/completions", json={"messages": messages})
+        assert response.status_code == 200, response.text
+        prompts.append(harness.prompt)
+    assert prompts[0] == prompts[1]
+
+
+async def test_null_is_as_absent_where_unknown_fields_are_refused(harness: Any) -> None:
+    body = {"prompt": "ab", "chat_template": None, "add_special_tokens": None}
+    response = await harness.http.post("/tokenize", json=body)
+    assert response.json()["tokens"] == [97, 98]
+    response = await harness.http.post("/tokenize", json={**body, "chat_template": "x"})
+    assert response.json()["error"]["param"] == "chat_template"
+
+
 async def test_unknown_options_are_refused_unless_told_otherwise(start: Any) -> None:
     async with start(ignore_unknown_options=True) as harness:
         assert (await harness.chat(temprature=0)).status_code == 200

@@ -4,6 +4,7 @@ import base64
 import itertools
 import random
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -127,6 +128,19 @@ def test_data_urls_decode():
         base64.b64encode(data).decode().rstrip("="),
     ):
         assert hashing.decode_data_url(f"data:image/png;base64,{text}", max_bytes=256) == data
+
+
+@pytest.mark.parametrize("size", [1, 56, 57, 256])
+def test_base64_may_be_wrapped_or_escaped(size):
+    """As base64(1) and encodebytes write it, and as it stands in a URL."""
+    data = (b"\xff\xef" * 128)[:size]
+    text = base64.b64encode(data).decode()
+    wrapped = base64.encodebytes(data).decode()
+    for one in (wrapped, wrapped.replace("\n", "\r\n"), quote(text, safe=""), quote(wrapped)):
+        assert hashing.decode_data_url(f"data:image/png;base64,{one}", max_bytes=999) == data
+    for broken in ("aGVs bG8h@", "aGVs%40bG8h", "%0A", " "):
+        with pytest.raises(MediaInvalid):
+            hashing.decode_data_url(f"data:image/png;base64,{broken}", max_bytes=256)
 
 
 def test_long_texts_are_read_in_pieces(monkeypatch):

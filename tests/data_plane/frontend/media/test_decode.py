@@ -282,7 +282,7 @@ def test_video_limits_and_errors():
 def test_the_number_of_decoding_threads_is_bounded():
     """One for each core of a large machine used up what a worker may map."""
     with av.open(io.BytesIO(video(4))) as container:
-        _read_frames(container, LIMITS, every_third)
+        _read_frames(container, LIMITS, every_third, 4, 8.0)
         assert container.streams.video[0].codec_context.thread_count == 4
 
 

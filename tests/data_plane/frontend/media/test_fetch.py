@@ -79,6 +79,25 @@ async def test_a_file_arrives_and_is_charged():
         assert sum(charged) == 7
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/a%2Fb%2Cc?name=x%2By&sig=%2c%3D/%41", "/a%2Fb%2Cc?name=x%2By&sig=%2c%3D/%41"),
+        ("/\u00e4 b?c|d", "/%C3%A4%20b?c%7Cd"),
+        ("/a\r\nX: y", "/a%0D%0AX:%20y"),
+        ("?a=%2F", "/?a=%2F"),
+    ],
+)
+async def test_a_url_is_asked_for_as_it_is_written(path, asked):
+    """A signature covers the escapes in it; they were written anew, and the server refused."""
+    async with serving() as (server, base, fetcher):
+        server.routes[asked] = [reply(200, b"picture")]
+        server.routes["/moved"] = [reply(302, Location=f"{base}{asked}")]
+        for url in (base + path, f"{base}/moved"):
+            assert await fetcher.fetch(url, max_bytes=100) == b"picture"
+        assert server.requests == [asked, "/moved", asked]
+
+
 async def test_size_limits_hold_with_and_without_a_length():
     async with serving() as (server, base, fetcher):
         server.routes["/told"] = [reply(200, b"", Content_Length="1000")]

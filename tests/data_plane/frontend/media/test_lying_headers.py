@@ -93,9 +93,6 @@ def test_a_rate_does_not_make_frames_of_a_short_time(fps: float) -> None:
 
     class Stream:
         thread_type = ""
-        frames = int(fps) * 500
-        average_rate = fps
-        guessed_rate = None
 
         class codec_context:
             width, height, options = 64, 48, None
@@ -108,7 +105,7 @@ def test_a_rate_does_not_make_frames_of_a_short_time(fps: float) -> None:
         raise AssertionError("asked to choose")
 
     with pytest.raises(MediaTooLarge, match="lasts"):
-        timed._read_frames(Container(), LIMITS, choose)
+        timed._read_frames(Container(), LIMITS, choose, int(fps) * 500, fps)
 
 
 def test_a_frame_larger_than_the_container_says_is_not_decoded() -> None:

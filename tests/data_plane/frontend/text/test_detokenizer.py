@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from foveal_runtime.frontend.grammars.formats import FORMATS
 from foveal_runtime.frontend.grammars.reader import TurnFormat
+from foveal_runtime.frontend.http.answers import chat_logprobs, num_chars, text_logprobs
 from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
 from foveal_runtime.frontend.text.detokenizer import Detokenizer, StopMatcher
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.wire.messages import TokenLogprobs
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
 
@@ -180,3 +183,29 @@ def test_a_stop_string_of_blanks_is_seen_at_once_beside_tools(
     piece = detokenizer.push(list(text.encode()))
     assert (piece.text, piece.stop) == (shown, stop)
     assert piece.num_tokens == text.index(stop) + len(stop)
+
+
+CATS = ["▁the", "▁cat", "s", "▁", "é", "<0xE4>", "<0xB8>", "<0x96>", "▁世", "s"]
+"""Of which no decoder sees more than one at a time: blanks and bytes were lost."""
+
+
+def test_the_bytes_of_single_tokens_make_up_the_text() -> None:
+    found = sentencepiece_like()
+    ids = [token for name in CATS if (token := found.token_id(name)) is not None]
+    scores = [TokenLogprobs(-0.5, 1) for _ in ids]
+    content = [
+        json.loads(bytes(one)) for one in chat_logprobs(found, ids, scores, starts=True)["content"]
+    ]
+    text = b"".join(bytes(one["bytes"]) for one in content).decode()
+    assert text == "".join(stream(found, ids)) == "the cats é世 世s"
+    assert [one["token"] for one in content[:3]] == ["the", " cat", "s"]
+
+
+def test_offsets_count_the_characters_of_the_text() -> None:
+    found = sentencepiece_like()
+    ids = [token for name in CATS if (token := found.token_id(name)) is not None]
+    scores = [TokenLogprobs(-0.5, 1) for _ in ids]
+    answer = text_logprobs(found, ids, scores, offset=3)
+    assert answer["tokens"][:3] == [" the", " cat", "s"]
+    assert answer["text_offset"] == [3, 7, 11, 12, 13, 14, 15, 15, 15, 17]
+    assert num_chars(found, ids) == len(" the cats é世 世s")

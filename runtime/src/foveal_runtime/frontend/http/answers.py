@@ -157,15 +157,26 @@ def call_json(call: CallPiece, *, in_stream: bool) -> dict[str, Any]:
     return {**head, "id": call.id, "type": "function", "function": function}
 
 
-def token_name(tokenizer: TextTokenizer, token_id: int, as_id: bool) -> str:
-    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
+def token_name(
+    tokenizer: TextTokenizer, token_id: int, as_id: bool, *, starts: bool = False
+) -> str:
+    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id, starts=starts)
 
 
-def _entry(tokenizer: TextTokenizer, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
+def num_chars(tokenizer: TextTokenizer, token_ids: Iterable[int]) -> int:
+    """Characters that the tokens begin: one of several bytes counts with its first."""
+    return sum(
+        byte & 0xC0 != 0x80 for token_id in token_ids for byte in tokenizer.token_bytes(token_id)
+    )
+
+
+def _entry(
+    tokenizer: TextTokenizer, token_id: int, logprob: float, as_ids: bool, starts: bool
+) -> dict[str, Any]:
     return {
-        "token": token_name(tokenizer, token_id, as_ids),
+        "token": token_name(tokenizer, token_id, as_ids, starts=starts),
         "logprob": finite(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
+        "bytes": list(tokenizer.token_bytes(token_id, starts=starts)),
     }
 
 
@@ -175,13 +186,15 @@ def chat_logprobs(
     logprobs: Iterable[TokenLogprobs],
     *,
     as_ids: bool = False,
+    starts: bool = False,
 ) -> dict[str, Any]:
-    """`as_ids`: tokens are named by their ids."""
-    content = []
+    """`as_ids`: tokens are named by their ids; `starts`: the first one is the text's first."""
+    content: list[msgspec.Raw] = []
     for token_id, found in zip(token_ids, logprobs, strict=False):
-        entry = _entry(tokenizer, token_id, found.logprob, as_ids)
+        begins = starts and not content
+        entry = _entry(tokenizer, token_id, found.logprob, as_ids, begins)
         entry["top_logprobs"] = [
-            _entry(tokenizer, top, value, as_ids)
+            _entry(tokenizer, top, value, as_ids, begins)
             for top, value in zip(found.top_ids, found.top_logprobs, strict=True)
         ]
         content.append(msgspec.Raw(encode_json(entry)))
@@ -202,11 +215,10 @@ def text_logprobs(
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
     }  # fmt: skip
     for token_id, found in zip(token_ids, logprobs, strict=False):
-        text = tokenizer.token_text(token_id)
         name = token_name(tokenizer, token_id, as_ids)
         out["tokens"].append(name)
         out["text_offset"].append(offset)
-        offset += len(text)
+        offset += num_chars(tokenizer, [token_id])
         if found is None:
             out["token_logprobs"].append(None)
             out["top_logprobs"].append(None)

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +25,7 @@ from foveal_runtime.frontend.http.asgi.json_bodies import (
     decode_json,
     encode_json,
 )
-from foveal_runtime.frontend.http.asgi.replies import validation_response
+from foveal_runtime.frontend.http.asgi.replies import failure, plain_body, validation_response
 from foveal_runtime.frontend.protocol.body_text import Body
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 
@@ -105,6 +106,9 @@ class Direct:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            await self._head(scope, receive, send)
+            return
         is_post = scope["type"] == "http" and scope["method"] == "POST"
         found = self._routes.get(scope["path"]) if is_post else None
         if found is None:
@@ -127,6 +131,14 @@ class Direct:
             response = refused_body(scope, error)
         await response(scope, receive, send)
 
+    async def _head(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As GET: the server leaves the body out. What is noted about the request stays."""
+        asked = {**scope, "method": "GET"}
+        try:
+            await self._api(asked, receive, send)
+        finally:
+            scope.update({**asked, "method": "HEAD"})
+
 
 def _again(value: Any, receive: Receive) -> Receive:
     """The body that was read, once more."""
@@ -141,7 +153,15 @@ def _again(value: Any, receive: Receive) -> Receive:
 
 
 def refused_body(scope: Scope, error: RequestValidationError) -> Response:
-    scope["foveal.error"] = "invalid_request_error"
+    kind = scope["foveal.error"] = "invalid_request_error"
+    given = Headers(scope=scope).get("content-type", "")
+    if "json" not in given.partition(";")[0].lower() and any(
+        one["loc"] == ("body",) and one["type"] != "missing" for one in error.errors()
+    ):
+        message = (
+            f"the header Content-Type is {given[:100]!r}; a body of JSON needs application/json"
+        )
+        return failure(scope, plain_body(message, kind, kind), 400)
     return validation_response(scope, error)
 
 

@@ -181,10 +181,11 @@ def _whole(run: ChatRun, answers: Sequence[Answer], tally: Tally) -> dict[str, A
 
 
 def _logprobs(
-    run: ChatRun, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    run: ChatRun, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], is_first: bool
 ) -> dict[str, Any]:
     as_ids = bool(run.request.return_tokens_as_token_ids)
-    return chat_logprobs(run.service.tokenizer, token_ids, logprobs, as_ids=as_ids)
+    starts = is_first and not run.job.continues_prompt
+    return chat_logprobs(run.service.tokenizer, token_ids, logprobs, as_ids=as_ids, starts=starts)
 
 
 def _choice(run: ChatRun, index: int, answer: Answer) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def _choice(run: ChatRun, index: int, answer: Answer) -> dict[str, Any]:
         "stop_reason": answer.stop_reason,
     }
     if run.request.logprobs:
-        choice["logprobs"] = _logprobs(run, answer.token_ids, answer.logprobs)
+        choice["logprobs"] = _logprobs(run, answer.token_ids, answer.logprobs, True)
     if run.request.return_token_ids:
         choice["token_ids"] = answer.token_ids
     return choice
@@ -262,7 +263,9 @@ def _chunk_choice(run: ChatRun, index: int, delta: Delta) -> dict[str, Any] | No
         return None
     choice = _empty(index, says)
     if request.logprobs and delta.logprobs:
-        choice["logprobs"] = _logprobs(run, delta.token_ids, delta.logprobs)
+        choice["logprobs"] = _logprobs(
+            run, delta.token_ids, delta.logprobs, delta.first is not None
+        )
     if delta.finish_reason:
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason

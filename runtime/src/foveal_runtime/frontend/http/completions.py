@@ -14,6 +14,7 @@ from foveal_runtime.frontend.http.answers import (
     cache_usage,
     chunk_usage,
     expanded_prompt,
+    num_chars,
     prompt_logprobs,
     text_logprobs,
 )
@@ -253,7 +254,7 @@ def _chunk_choice(
             tokenizer, token_ids, logprobs, offset=offset,
             as_ids=bool(request.return_tokens_as_token_ids),
         )  # fmt: skip
-        offsets[index] = offset + sum(len(tokenizer.token_text(i)) for i in token_ids)
+        offsets[index] = offset + num_chars(tokenizer, token_ids)
         choice["logprobs"] = found
     if request.return_token_ids:
         choice["token_ids"] = list(delta.token_ids)

@@ -49,8 +49,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "no valid API key"},
     403: {"model": ErrorResponse, "description": "media from there are not allowed"},
     404: {"model": ErrorResponse, "description": "no such model"},
+    408: {"model": ErrorResponse, "description": "the body arrived too slowly"},
     409: {"model": ErrorResponse, "description": "a uuid is bound to other content"},
     413: {"model": ErrorResponse, "description": "the body or a medium is too large"},
+    422: {"model": ErrorResponse, "description": "engines died of it: refused for ten minutes"},
     424: {"model": ErrorResponse, "description": "a medium could not be fetched"},
     429: {"model": ErrorResponse, "description": "full; Retry-After says when to try again"},
     500: {"model": ErrorResponse, "description": "a failure of this server"},
@@ -66,7 +68,7 @@ def add_routes(
     _add_generation(router, service, info)
     _add_models(router, service, info)
     errors: dict[int | str, dict[str, Any]] = {
-        status: ERRORS[status] for status in (400, 401, 403, 404, 413, 424, 429, 500, 503)
+        status: ERRORS[status] for status in (400, 401, 403, 404, 408, 413, 424, 429, 500, 503)
     }
     included = (
         build_token_router(service, BodyRoute, errors),

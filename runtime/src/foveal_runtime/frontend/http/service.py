@@ -54,6 +54,7 @@ from foveal_runtime.frontend.protocol.rules import (
     max_tokens_of,
     sampling_params,
     stop_strings,
+    wanted_tokens,
 )
 from foveal_runtime.frontend.text.chat_template import ChatTemplate, Conversation
 from foveal_runtime.frontend.text.detokenizer import Detokenizer
@@ -340,7 +341,7 @@ def _truncated(
         return token_ids
     check_truncates(parts)
     if size < 0:
-        size = max(1, limit - max(1, request.max_tokens or 1))
+        size = max(1, limit - (wanted_tokens(request) or 1))
     return token_ids[len(token_ids) - size :] if len(token_ids) > size else token_ids
 
 

@@ -18,10 +18,11 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
 
 from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.plan.config import MediaSources
@@ -39,6 +40,8 @@ _RETRY_SECONDS = 0.2
 _RETRIED = {429, 500, 502, 503, 504}
 _CHUNK_BYTES = 256 * 1024
 _MAX_URL_LENGTH = 8192
+_URL_CHARS = "%:/?#[]@!$&'()*+,;="
+"""That may stand in a URL, beside letters, digits and the four marks that `quote` never escapes."""
 
 Charge = Callable[[int], None]
 Resolve = Callable[[str, int], Any]
@@ -224,7 +227,7 @@ class Fetcher:
     async def _get(self, url: str, budget: _Budget) -> bytes | str:
         """The body, or where a redirect leads."""
         try:
-            async with self._open().get(url, allow_redirects=False) as response:
+            async with self._open().get(_as_written(url), allow_redirects=False) as response:
                 if response.status in (301, 302, 303, 307, 308):
                     location = response.headers.get("Location", "")
                     return urljoin(url, location)
@@ -281,6 +284,20 @@ class Fetcher:
             return found
         loop = asyncio.get_running_loop()
         return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
+def _as_written(url: str) -> URL:
+    """The URL for the connection. A signature covers its text, so escapes in it stay as they are,
+    and only what no request line may hold is escaped. Raises MediaInvalid.
+
+    Where that names another host than `check_url` was shown, it is read as a browser reads it."""
+    try:
+        written = URL(quote(url, safe=_URL_CHARS, errors="replace"), encoded=True)
+        if (written.raw_host or "").lower() == urlsplit(url).hostname:
+            return written
+        return URL(url)
+    except ValueError as error:
+        raise MediaInvalid("media URL is malformed") from error
 
 
 class _CheckedResolver(AbstractResolver):

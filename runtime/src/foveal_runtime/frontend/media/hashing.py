@@ -25,10 +25,15 @@ from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid, MediaTooLar
 from foveal_runtime.plan.media import MODALITIES, MMHash
 
 _NONE, _SEQUENCE, _MAP, _LEAF = b"\x00", b"\x01", b"\x02", b"\x03"
+_NO_BLANKS = dict.fromkeys(map(ord, " \t\r\n"))
+_ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "=", "%0D": "", "%0A": ""}
 _MAX_DEPTH = 8
 MAX_FRAMES = 1024
 """Of a video that comes as images; fewer are kept (`ModalityLimits.max_frames`)."""
 _FRAMES_MAGIC = b"foveal frames 1\n"
+_BASE64_MARK = ";base64,"
+_MAX_TYPE_CHARS = 256
+"""Of a data URL, within which its mark is looked for: what is behind may be megabytes."""
 _PIECE_CHARS = 1 << 17
 """Of a text at a time: what is made of it is below `telemetry.memory.LARGE_BYTES`, so the kernel
 does not map and clear memory for it. A multiple of four, as base64 needs."""
@@ -123,8 +128,10 @@ class DataUrl(msgspec.Struct, frozen=True):
 
 
 def parse_data_url(url: MediaText) -> DataUrl:
-    """Splits `data:[type][;base64],payload`. Raises MediaInvalid."""
-    comma = url.find(",")
+    """Splits `data:[type][;base64],payload`; a type's parameters may hold commas, as browsers write
+    the codecs of what they record. Raises MediaInvalid."""
+    mark = url[:_MAX_TYPE_CHARS].lower().find(_BASE64_MARK)
+    comma = mark + len(_BASE64_MARK) - 1 if mark >= 0 else url.find(",")
     if not url.startswith("data:") or comma < 0:
         raise MediaInvalid("data URL has no comma; expected data:image/png;base64,<data>")
     parts = url[5:comma].split(";")
@@ -155,6 +162,21 @@ def check_text_size(text: MediaText, max_bytes: int) -> None:
 
 
 def _from_base64(text: MediaText) -> bytes:
+    """Line breaks and percent-escapes are left out where it is not to be read without that."""
+    try:
+        return _base64_pieces(text)
+    except MediaInvalid:
+        given = plain = str(text)
+        if "%" in plain:
+            for escaped, char in _ESCAPED.items():
+                plain = plain.replace(escaped, char).replace(escaped.lower(), char)
+        plain = plain.translate(_NO_BLANKS)
+        if len(plain) == len(given):
+            raise
+        return _base64_pieces(plain)
+
+
+def _base64_pieces(text: MediaText) -> bytes:
     """In pieces: other threads, the event loop's among them, have their turn between."""
     pieces = []
     try:

@@ -30,7 +30,7 @@ from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
 from foveal_runtime.frontend.media.layout import keep_channels_together
 from foveal_runtime.frontend.media.protocol import EmbedsLayout, PlaceholderInfo, ProcessorInfo
-from foveal_runtime.frontend.media.timed import Frames, decode_audio, decode_video
+from foveal_runtime.frontend.media.timed import READING, Frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import (
     FovealError,
@@ -192,7 +192,7 @@ class ItemProcessor:
         shape = f"{image.resize_pixels},{video.resize_pixels},{video.max_frames}"
         return short_digest(
             namespace, classes.encode(), config.encode(), ",".join(versions).encode(), ITEM_FORM,
-            shape.encode(),
+            READING, shape.encode(),
         )  # fmt: skip
 
     def _choose_frames(

@@ -7,6 +7,7 @@ MediaTooLarge. Frames are chosen first (the processor's own sampling rule) and o
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from foveal_runtime.frontend.media.hashing import unpack_frames
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 
+READING = b"video-3"
+"""Changes with the frames that the same file becomes: part of every key."""
 _BLOCK_FRAMES = 1 << 14
 MAX_RATE = 384_000
 SAMPLES_PER_SECOND = 8 * 48_000
@@ -137,7 +140,8 @@ def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choos
         with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
             if not container.streams.video:
                 raise MediaInvalid("video cannot be read: the file has no video stream")
-            return _read_frames(container, limits, choose)
+            length = _length(container) or _counted(data, limits)
+            return _read_frames(container, limits, choose, *length)
     except (MediaInvalid, MediaTooLarge):
         raise
     except MemoryError as error:
@@ -159,7 +163,61 @@ def _given_frames(frames: list[memoryview], limits: ModalityLimits) -> Frames:
     return Frames(pixels, list(range(len(images))), len(images), GIVEN_FRAMES_PER_SECOND)
 
 
-def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Frames:
+def _rate(stream: Any) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 24.0)
+
+
+def _length(container: Any) -> tuple[int, float] | None:
+    """Frames of the video and frames per second; None where the container says neither how many
+    there are nor how long they last, as what is written while it is recorded does not."""
+    fps = _rate(container.streams.video[0])
+    seconds = float(container.duration or 0) / 1_000_000
+    total = int(container.streams.video[0].frames or 0)
+    if not total and seconds <= 0:
+        return None
+    return total or max(1, round(seconds * fps)), fps
+
+
+def _counted(data: bytes | memoryview, limits: ModalityLimits) -> tuple[int, float]:
+    """The same of the packets that the file holds, none of which is decoded. The file is opened
+    once more, because not every format can be read a second time from its start."""
+    import av
+
+    with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
+        stream = container.streams.video[0]
+        total, times = 0, []
+        for packet in container.demux(stream):
+            total += packet.size > 0
+            check_seconds(total / MAX_FRAMES_PER_SECOND, limits, "video")
+            if packet.pts is not None:
+                times.append(packet.pts * float(packet.time_base))
+        lasts = max(times) - min(times) if times else 0.0
+        # What a recording says of its rate is often its clock's, a thousand a second.
+        return max(1, total), (len(times) - 1) / lasts if lasts > 0 else _rate(stream)
+
+
+def _turn(frame: Any) -> tuple[bool, bool, bool]:
+    """How a frame is to be shown, as its display matrix has it, to a quarter of a turn: whether
+    rows become columns, and whether it is then mirrored from left to right, from top to bottom."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return False, False, False
+    a, b, _, c, d = (int(number) for number in np.frombuffer(matrix, np.int32)[:5])
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        return True, c < 0, b < 0
+    return False, a < 0, d < 0
+
+
+def _upright(pixels: np.ndarray[Any, Any], turn: tuple[bool, bool, bool]) -> np.ndarray[Any, Any]:
+    turns, mirrors, inverts = turn
+    pixels = pixels.transpose(1, 0, 2) if turns else pixels
+    pixels = pixels[:, ::-1] if mirrors else pixels
+    return pixels[::-1] if inverts else pixels
+
+
+def _read_frames(
+    container: Any, limits: ModalityLimits, choose: Choose, total: int, fps: float
+) -> Frames:
     stream = container.streams.video[0]
     stream.thread_type = "AUTO"
     stream.codec_context.thread_count = 4
@@ -167,14 +225,15 @@ def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Fram
     stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
     width, height = int(stream.codec_context.width), int(stream.codec_context.height)
     check_pixels(width, height, limits)
-    fps = float(stream.average_rate or stream.guessed_rate or 24.0)
-    total = int(stream.frames or 0)
-    if not total:
-        seconds = float(container.duration or 0) / 1_000_000
-        total = max(1, round(seconds * fps))
     check_seconds(total / fps, limits, "video")
     check_seconds(total / MAX_FRAMES_PER_SECOND, limits, "video")
-    wanted = [i for i in choose(total, fps, width, height) if i >= 0]
+    decoded = container.decode(stream)
+    first = next(decoded, None)
+    if first is None:
+        raise MediaInvalid(f"video has no readable frames (read 0 of {total})")
+    turn = _turn(first)
+    shown = (height, width) if turn[0] else (width, height)
+    wanted = [i for i in choose(total, fps, *shown) if i >= 0]
     if len(wanted) > limits.max_frames:
         raise MediaTooLarge(
             f"video would give {len(wanted)} frames, the limit is {limits.max_frames}; "
@@ -188,7 +247,7 @@ def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Fram
             f"{most} pixels in all; ask for fewer with num_frames or fps"
         )
     keep, kept, last = set(wanted), {}, -1
-    for index, frame in enumerate(container.decode(stream)):
+    for index, frame in enumerate(itertools.chain([first], decoded)):
         last = index
         check_seconds(index / MAX_FRAMES_PER_SECOND, limits, "video")
         check_seconds(index / fps, limits, "video")
@@ -199,7 +258,7 @@ def _read_frames(container: Any, limits: ModalityLimits, choose: Choose) -> Fram
                 )
             if small != (width, height):
                 frame = frame.reformat(width=small[0], height=small[1], format="rgb24")
-            kept[index] = frame.to_ndarray(format="rgb24")
+            kept[index] = _upright(frame.to_ndarray(format="rgb24"), turn)
         if index >= max(keep, default=0):
             break
     if not kept:

@@ -11,7 +11,14 @@ import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WrapValidator,
+    model_validator,
+)
 
 from foveal_runtime.frontend.protocol.bounds import (
     Bounded,
@@ -73,6 +80,14 @@ class _Strict(Bounded):
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """null is as absent, also of a field that this server does not know."""
+        if not isinstance(value, dict):
+            return value
+        return {name: part for name, part in value.items() if part is not None}
 
 
 class StreamOptions(Bounded):
@@ -145,7 +160,9 @@ class _Sampling(Open):
     top_p: Float | None = Field(None, gt=0, le=1)
     top_k: Integer | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off")
     min_p: Float | None = Field(None, ge=0, le=1)
-    seed: Integer | None = Field(None, ge=-(2**63), lt=2**64, description="same seed, same tokens")
+    seed: Integer | None = Field(
+        None, ge=-(2**63), lt=2**64, description="same seed, same tokens; -1: none"
+    )
     repetition_penalty: Float | None = Field(None, gt=0, le=100)
     presence_penalty: Float | None = Field(None, ge=-2, le=2)
     frequency_penalty: Float | None = Field(None, ge=-2, le=2)

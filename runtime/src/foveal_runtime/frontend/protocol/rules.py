@@ -235,6 +235,11 @@ def max_tokens_of(
     return max(1, min(given, room))  # a score of the prompt alone still takes one step
 
 
+def wanted_tokens(request: ChatCompletionRequest | CompletionRequest) -> int | None:
+    """Output tokens that a request names, by either name."""
+    return getattr(request, "max_completion_tokens", None) or request.max_tokens
+
+
 def sampling_params(
     request: ChatCompletionRequest | CompletionRequest,
     defaults: SamplingDefaults,
@@ -245,10 +250,10 @@ def sampling_params(
     drawn_seed: int,
     grammar: str = "",
 ) -> SamplingParams:
-    """The options of choice 0. `drawn_seed` is used when the request names none; `encode` makes
-    tokens of a text, without special ones."""
+    """The options of choice 0. `drawn_seed` is used when the request names none, or
+    -1; `encode` makes tokens of a text, without special ones."""
     min_tokens = _pick(request.min_tokens, 0)
-    wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    wanted = wanted_tokens(request)
     if wanted and min_tokens > wanted:
         raise InvalidRequest(
             f"min_tokens is {min_tokens}, but max_tokens allows at most {wanted}",
@@ -261,7 +266,7 @@ def sampling_params(
             f"repetition_penalty is {penalty}; it must be at least {MIN_REPETITION_PENALTY}",
             param="repetition_penalty",
         )
-    seed = request.seed if request.seed is not None else drawn_seed
+    seed = drawn_seed if request.seed is None or request.seed == -1 else request.seed
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(min_tokens, max_tokens),

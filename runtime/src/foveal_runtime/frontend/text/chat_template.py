@@ -331,7 +331,7 @@ class ChatTemplate:
         if reasoning:
             self._check_text(reasoning, f"{path}.reasoning_content")
             plain["reasoning_content"] = reasoning
-        if message.content is None and message.role != "assistant":
+        if message.content is None and message.role not in ("assistant", "tool"):
             raise InvalidRequest(f"{path}.content is missing", param=f"{path}.content")
         content: str | Sequence[ContentPart] = message.content if message.content else ""
         if message.tool_calls:

@@ -7,6 +7,7 @@ the model's own tokenizer class. Never downloads anything.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ _SURE_CHARS = 4
 """Texts of fewer characters per token allowed are tokenised without counting first."""
 _PIECE_CHARS = 1 << 15
 _CUT_TOKENS = 16
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 MAX_SPELLED = 1 << 14
 """Tokens whose bytes are remembered."""
 
@@ -135,17 +137,22 @@ class TextTokenizer:
         """Of the tokens that stand for themselves alone, those that the text spells."""
         return {mark: token for mark, token in self._marks.items() if mark in text}
 
-    def token_text(self, token_id: int) -> str:
-        """The token alone, as text; an incomplete character shows as U+FFFD."""
-        return self.decode([token_id])
+    def token_text(self, token_id: int, *, starts: bool = False) -> str:
+        """`token_bytes` as text; an incomplete character shows as U+FFFD."""
+        if self.is_byte_level:
+            return self.decode([token_id])
+        return self.token_bytes(token_id, starts=starts).decode(errors="replace")
 
     @property
     def num_spelled(self) -> int:
         """Tokens whose bytes are remembered."""
         return len(self._bytes)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The token's bytes: exact for byte-level vocabularies, else those of `token_text`."""
+    def token_bytes(self, token_id: int, *, starts: bool = False) -> bytes:
+        """What the token adds to a text, or where it `starts` one: some decoders leave out a blank
+        there."""
+        if starts and not self.is_byte_level:
+            return self._spell(token_id, starts=True)
         known = self._bytes.get(token_id)
         if known is None:
             if len(self._bytes) >= MAX_SPELLED:
@@ -153,17 +160,25 @@ class TextTokenizer:
             known = self._bytes[token_id] = self._spell(token_id)
         return known
 
-    def _spell(self, token_id: int) -> bytes:
+    def _spell(self, token_id: int, *, starts: bool = False) -> bytes:
         spelling = self.token(token_id)
         if spelling is None:
             return b""
         if not self.is_byte_level:
-            return self.token_text(token_id).encode()
+            return self._added(token_id, spelling, starts)
         table = byte_of_char()
         try:
             return bytes(table[char] for char in spelling)
         except KeyError:  # an added token with characters outside the alphabet: taken literally
             return spelling.encode()
+
+    def _added(self, token_id: int, spelling: str, starts: bool) -> bytes:
+        alone = self.decode([token_id])
+        if _BYTE.fullmatch(spelling) and alone != spelling:
+            return bytes([int(spelling[3:5], 16)])
+        before = [] if starts else self.encode("a", add_special_tokens=False)
+        text, shown = self.decode(before), self.decode([*before, token_id])
+        return (shown[len(text) :] if shown.startswith(text) else alone).encode()
 
     def special_tokens_map(self) -> dict[str, Any]:
         return dict(self.hf.special_tokens_map)
