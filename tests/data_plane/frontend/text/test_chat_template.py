@@ -192,6 +192,16 @@ def test_later_system_messages_are_part_of_the_first(source: str) -> None:
     assert found.render(users).text == "<|system|>one<|user|>u<|user|>v"
 
 
+def test_developers_are_systems_where_a_template_takes_one_only_at_the_beginning() -> None:
+    """gpt-oss names the role, but leaves out or refuses such a message after the first."""
+    source = FIRST.replace("== 'system'", "in ['system', 'developer']")
+    source = source.replace("!= 'system'", "not in ['system', 'developer']")
+    wanted = "<|system|>one\n\ntwo\n\nthree<|user|>u\nv<|assistant|>a<|user|>w"
+    found = template(source + "{% endif %}{% endfor %}")
+    assert found.render(LATER).text == wanted
+    assert found.render(LATER[1:3]).text == "<|system|>two<|user|>u"
+
+
 def test_templates_that_take_later_system_messages_get_them_where_they_are() -> None:
     wanted = "<|system|>one<|end|><|system|>two<|end|><|user|>u<|end|><|system|>three<|end|>"
     assert template(STRING_TEMPLATE).render(LATER[:4]).text == f"{wanted}<|assistant|>"

@@ -219,6 +219,8 @@ class ChatTemplate:
             if len(self._roles) < _MAX_PROBED_ROLES:
                 self._roles[role] = known
         if not known:
+            if role == "developer":  # for templates that write one only at the beginning
+                return "system"
             raise InvalidRequest(
                 f"{path}.role is {role!r}, which the model's chat template does not have; use "
                 "'system', 'user', 'assistant' or 'tool'",
