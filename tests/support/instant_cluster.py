@@ -94,7 +94,8 @@ class InstantCluster:
             found[f"{kind}/{name}"] = _normal(body)
         workloads = ("Deployment", "StatefulSet")
         used = json.dumps([found[key]["spec"] for key in found if key.startswith(workloads)])
-        return {key: body for key, body in found.items() if not _is_kept(key, body, used)}
+        good = json.dumps([one for key, one in found.items() if key.endswith("-rollout")])
+        return {key: body for key, body in found.items() if not _is_kept(key, body, used, good)}
 
     def told(self) -> Obj:
         """The status, without times and versions and what speaks of the way here."""
@@ -267,10 +268,13 @@ def _is_ours(body: Obj) -> bool:
     return bool(body["metadata"].get("labels", {}).get(MANAGED_BY) == FIELD_MANAGER)
 
 
-def _is_kept(key: str, body: Obj, used: str) -> bool:
-    """Kept for a way back: documents that no pod uses, profiles, Jobs; and the model's claim,
-    which outlives everything; and the rollout's memory, which speaks of the way here."""
+def _is_kept(key: str, body: Obj, used: str, good: str) -> bool:
+    """Kept for a way back: documents that no pod uses, devices of the last good revision, profiles,
+    Jobs; and the model's claim, which outlives everything; and the rollout's memory, which speaks
+    of the way here."""
     kind, _, name = key.partition("/")
+    if kind == "ResourceClaimTemplate":
+        return name not in used and name in good
     if kind == "ConfigMap":
         return (bool(body.get("immutable")) and name not in used) or name.endswith("-rollout")
     return kind in ("PersistentVolumeClaim", "Job") and name not in used
