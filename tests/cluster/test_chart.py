@@ -12,13 +12,6 @@ from tests.support.node import commands
 pytestmark = pytest.mark.cluster
 
 
-def notes(namespace: str) -> list[str]:
-    """The indented commands of NOTES.txt, with their here-documents."""
-    text = commands.run("helm", "get", "notes", "foveal", "-n", namespace)
-    parts = re.split(r"^\d\. .*$", text, flags=re.MULTILINE)[1:]
-    return ["\n".join(line[3:] for line in part.splitlines()).strip() for part in parts]
-
-
 def test_helm_test_passes(operator: str) -> None:
     commands.run("helm", "test", "foveal", "-n", operator, "--timeout=90s", seconds=120)
 
@@ -41,7 +34,7 @@ def test_the_commands_of_the_notes_run_as_printed(operator: str) -> None:
     try:
         said = [
             commands.run("bash", "-euo", "pipefail", "-c", command, seconds=660)
-            for command in notes(operator)
+            for command in commands.of_notes(operator)
         ]
         assert len(said) == 4
         _, waited, asked, explained = said

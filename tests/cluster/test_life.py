@@ -212,9 +212,8 @@ def test_serving_goes_on_without_the_operator(tiny: str, operator: str) -> None:
 
 def test_the_question_of_the_notes_is_answered_inside_the_cluster(tiny: str, operator: str) -> None:
     """Cluster DNS, the Service and the image that the notes name, from another namespace's pod."""
-    text = commands.run("helm", "get", "notes", "foveal", "-n", operator)
-    command = text[text.index("3. ") :].split("\n", 1)[1].strip()
-    command = command.replace(f"-n {operator}", "-n default").replace("qwen:", "tiny:")
+    _, _, asks, _ = commands.of_notes(operator)
+    command = asks.replace(f"-n {operator}", "-n default").replace("qwen:", "tiny:")
     assert "tiny-vlm" in commands.run("bash", "-c", command)
 
 

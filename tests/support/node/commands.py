@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 import time
 import urllib.error
@@ -52,6 +53,16 @@ def run(*command: str, stdin: str = "", seconds: float = 120.0) -> str:
 
 def kubectl(*arguments: str, stdin: str = "", seconds: float = 120.0) -> str:
     return run("kubectl", *arguments, stdin=stdin, seconds=seconds)
+
+
+def of_notes(namespace: str) -> list[str]:
+    """The commands of the chart's notes, which are indented, with their here-documents."""
+    text = run("helm", "get", "notes", "foveal", "-n", namespace)
+    steps = re.split(r"^\d\. .*$", text, flags=re.MULTILINE)[1:]
+    return [
+        "\n".join(line[3:] for line in step.splitlines() if line.startswith("   "))
+        for step in steps
+    ]
 
 
 def get(kind: str, name: str = "", namespace: str = "default", selector: str = "") -> Obj:
