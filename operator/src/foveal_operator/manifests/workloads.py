@@ -7,13 +7,8 @@ which picks the one to restart: an idle one first, or the one whose device must 
 
 from __future__ import annotations
 
-from foveal_operator.api.workloads import (
-    Accelerator,
-    Engine,
-    EngineAutoscaling,
-    Frontend,
-    FrontendAutoscaling,
-)
+from foveal_operator.api.autoscaling import EngineAutoscaling, FrontendAutoscaling
+from foveal_operator.api.workloads import Accelerator, Engine, Frontend
 from foveal_operator.kube.kinds import FIELD_MANAGER
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.context import (
