@@ -47,6 +47,18 @@ OPTIONS: list[tuple[list[str], str | None]] = [
     (["model", "--api-key-file", "keys.txt"],
      f"{SAY}: --api-key-file keys.txt: there is no such file"),
     (["model", "--file-root", "media"], f"{SAY}: --file-root media: there is no such directory"),
+    (["model", "--chat-template", "chat.jinja"],
+     f"{SAY}: --chat-template chat.jinja: there is no such file"),
+    (["model", "--chat-template", "model/config.json", "--request-default", "temperature"],
+     f"{SAY}: --request-default temperature: write NAME=VALUE"),
+    (["model", "--request-default", "temprature=1"],
+     f"{SAY}: --request-default temprature=1: temprature is not one of temperature, top_p, top_k, "
+     "min_p, repetition_penalty, max_tokens, chat_template_kwargs"),
+    (["model", "--request-default", "temperature=200"],
+     f"{SAY}: --request-default temperature=200: Expected `float` <= 100.0 - at `$.temperature`"),
+    (["model", "--request-default", "chat_template_kwargs={enable_thinking: false}"],
+     f"{SAY}: --request-default chat_template_kwargs={{enable_thinking: false}}: JSON is "
+     "malformed: object keys must be strings (byte 1)"),
     (["model", "--port", "65535", "--frontends", "2"],
      f"{SAY}: --port 65535: the last frontend's would be 65536"),
     (["model", "--events-port", "65535"],
@@ -60,7 +72,7 @@ OPTIONS: list[tuple[list[str], str | None]] = [
      f"{SAY}: --quantization runs on one device: leave it out, or set --tensor-parallel 1"),
     (["model", "--lora", "a=b", "--tensor-parallel", "2"],
      f"{SAY}: --lora runs on one device: leave it out, or set --tensor-parallel 1"),
-    (["model", "--revision", "v1"],
+    (["model", "--revision", "v1", "--port", "0"],
      f"{SAY}: --revision v1: model is a directory, which has none; leave it out"),
     (["model", "--device", "cuda"],
      f"{SAY}: --device cuda: no NVIDIA driver answers here (nvidia-smi lists no device): install "

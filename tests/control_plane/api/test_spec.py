@@ -9,6 +9,7 @@ import yaml
 
 from foveal_operator.api import crd
 from foveal_operator.api.parse import SpecError, parse, transition_problems
+from foveal_runtime.plan.config import RequestDefaults
 from tests.support import api_server_rules
 from tests.support.regenerate import CRD_FILE
 from tests.support.samples import ILLEGAL, LEGAL, TOGETHER, TRANSITIONS, put, resource
@@ -119,6 +120,21 @@ def test_a_namespace_is_a_label(namespace: Any) -> None:
 @pytest.mark.parametrize("obj", [None, [], {}, {"metadata": {}}, {"metadata": {"name": "x"}}])
 def test_what_is_no_resource_is_refused(obj: Any) -> None:
     assert parser_fields(obj)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"temperature": "warm"}, "temperature"), ({"top_p": 0}, "top_p"), ({"topP": 1}, "topP"),
+     ({"max_tokens": 1.5}, "max_tokens"), ({"chat_template_kwargs": []}, "chat_template_kwargs")],
+)  # fmt: skip
+def test_request_defaults_are_checked(given: Any, field: str) -> None:
+    """By the operator alone: the API server takes any object there."""
+    path = "spec.frontend.requestDefaults"
+    assert not api_server_rules.problems(put(resource(), path, given))
+    assert parser_fields(put(resource(), path, given)) == [f"{path}.{field}"]
+    defaults = {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False, "x": None}}
+    found = parse(put(resource(), path, defaults)).spec.frontend.request_defaults
+    assert found == RequestDefaults(temperature=0, chat_template_kwargs={"enable_thinking": False})
 
 
 def test_the_committed_crd_is_the_generated_one() -> None:

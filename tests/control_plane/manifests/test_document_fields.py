@@ -62,7 +62,7 @@ FIXED = {
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or path.endswith("_kwargs"):  # one value, of any form
         return {path: value}
     return {k: v for name, item in value.items() for k, v in flat(item, f"{path}.{name}").items()}
 

@@ -17,7 +17,7 @@ from foveal_runtime.main.local.options import Parser, add_options, configured, p
 from foveal_runtime.main.local.serve import known_items, local_documents
 from foveal_runtime.main.local.sizing import installed_versions
 from foveal_runtime.plan.budget.types import BudgetPlan
-from foveal_runtime.plan.config import ModalitiesConfig
+from foveal_runtime.plan.config import ModalitiesConfig, RequestDefaults
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LocalDeploymentConfig
 from foveal_runtime.plan.machine import Machine
@@ -157,6 +157,21 @@ def test_a_profile_from_a_file_says_nothing_of_this_models_items(
     """It may be another model's, or of another processor configuration."""
     started = launched(tmp_path, monkeypatch)
     assert [engine.items for engine in started.engines] == [{}]
+
+
+def test_a_chat_template_and_defaults_of_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}\n")
+    options = ["temperature=0", 'chat_template_kwargs={"enable_thinking": false}']
+    argv = [part for one in options for part in ("--request-default", one)]
+    started = launched(tmp_path, monkeypatch, "--chat-template", str(file), *argv)
+    [frontend] = started.frontends
+    assert frontend.chat_template == "{{ messages }}\n"
+    assert frontend.request_defaults == RequestDefaults(
+        temperature=0.0, chat_template_kwargs={"enable_thinking": False}
+    )
 
 
 @pytest.mark.parametrize(("pages", "images"), [(40, 40), (4, 16)])

@@ -76,8 +76,9 @@ def _field(field: inspect.Field, path: str) -> Schema:
 
 def _value(info: inspect.Type, path: str) -> Schema:
     if isinstance(info, inspect.Metadata):
-        schema = _value(info.type, path)
-        for key, value in (info.extra_json_schema or {}).items():
+        extra = info.extra_json_schema or {}
+        schema = {"type": "object"} if "x-foveal-raw" in extra else _value(info.type, path)
+        for key, value in extra.items():
             _apply_extra(schema, key, value)
         return schema
     if isinstance(info, inspect.UnionType):
@@ -110,7 +111,6 @@ def _apply_extra(schema: Schema, key: str, value: Any) -> None:
         rule = FORMATS[value]
         schema["x-kubernetes-validations"] = [{"rule": rule.cel, "message": rule.message}]
     elif key == "x-foveal-raw":
-        schema.pop("additionalProperties", None)
         schema["x-kubernetes-preserve-unknown-fields"] = True
     elif key == "x-foveal-list-map":
         schema["x-kubernetes-list-type"] = "map"

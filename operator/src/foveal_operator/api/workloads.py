@@ -19,7 +19,7 @@ from foveal_operator.api.rules import (
     Text,
     bounded,
 )
-from foveal_runtime.plan.config import ToolFormat
+from foveal_runtime.plan.config import RequestDefaults, ToolFormat
 
 Replicas = Annotated[int, Meta(ge=0, le=256)]
 NumDevices = Annotated[int, Meta(ge=1, le=16)]
@@ -33,10 +33,10 @@ HostMemory = Annotated[
 PodTemplate = Annotated[
     Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})] | None,
     Meta(
-        description="Overlay on the pod template: metadata.labels and annotations are added, spec "
-        "is merged (lists of named things by name, volumeMounts by mountPath). What the operator "
-        "derives cannot be overridden; of resources, its container can have limits.cpu. Its "
-        "volumes can be mounted elsewhere if readOnly is true."
+        description="Overlay on the pod template: labels and annotations are added, spec is "
+        "merged (lists by name, volumeMounts by mountPath). What the operator derives cannot be "
+        "overridden; of resources, its container can have limits.cpu. Its volumes can be mounted "
+        "elsewhere if readOnly is true."
     ),
 ]
 _EITHER = Rule(
@@ -93,6 +93,17 @@ class Frontend(Part, frozen=True, kw_only=True):
         bool,
         Meta(description="Images may come as encoder outputs (image_embeds). Default: false."),
     ] = False
+    chat_template: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=131_072)] | None,
+        Meta(description="Text (Jinja) of the chat template; default: the checkpoint's."),
+    ] = None
+    request_defaults: Annotated[
+        Annotated[RequestDefaults, Meta(extra_json_schema={"x-foveal-raw": True})] | None,
+        Meta(
+            description="What applies where a request names no temperature, top_p, top_k, min_p, "
+            "repetition_penalty, max_tokens or chat_template_kwargs; default: the checkpoint's."
+        ),
+    ] = None
     tool_format: Annotated[
         ToolFormat | None,
         Meta(description="How the model writes tool calls; default: as its chat template does."),

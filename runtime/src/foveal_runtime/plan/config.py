@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -291,6 +291,19 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     dns: bool = False
 
 
+class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What applies where a request says nothing, by the requests' own names. It comes before the
+    checkpoint's generation_config.json; `chat_template_kwargs` are added one by one."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
 class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One frontend pod: `processes` HTTP processes share its port.
 
@@ -308,6 +321,7 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         media_embeds: images may come as encoder outputs (`image_embeds` parts).
         task: what is served: generated text, embeddings or both. Engines can do either.
         pooling: what an embedding is made of; "": as the checkpoint says, else its last token.
+        chat_template: its text (Jinja), in place of the checkpoint's; "": the checkpoint's.
         tool_format: how the model writes tool calls; "": as its chat template does.
         page: the chat page answers at `/`.
         metrics_peers: other processes whose /metrics this one's /metrics also shows (local mode).
@@ -344,7 +358,9 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     media_embeds: bool = False
     task: Task = "generate"
     pooling: Pooling | Literal[""] = ""
+    chat_template: str = ""
     tool_format: ToolFormat | Literal[""] = ""
+    request_defaults: RequestDefaults = RequestDefaults()
     page: bool = True
     drain_timeout_seconds: float = 120.0
     metrics_peers: tuple[str, ...] = ()

@@ -11,6 +11,8 @@ import pytest
 
 from foveal_runtime.frontend.protocol.responses import ChatCompletion, ChatCompletionChunk
 from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE
+from foveal_runtime.plan.config import RequestDefaults
+from foveal_runtime.plan.errors import StartupError
 
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
@@ -229,3 +231,34 @@ async def test_openai_clients(harness: Any) -> None:
             return [done.choices[0].text, "".join(p.choices[0].text for p in parts), *models]
 
     assert await asyncio.to_thread(synchronous) == ["Hello", "Hello", "tiny"]
+
+
+async def test_the_servers_template_and_its_variables(start: Any) -> None:
+    template = "{{ messages[0].content }} {{ mood }} {{ enable_thinking }}"
+    variables = {"mood": "calm", "enable_thinking": False}
+    asked = [{}, {"chat_template_kwargs": {"mood": "gay"}}, {"reasoning_effort": "high"}]
+    async with start(
+        chat_template=template, request_defaults=RequestDefaults(chat_template_kwargs=variables)
+    ) as harness:
+        for more in asked:
+            assert (await harness.chat("hi", **more)).status_code == 200
+        counted = await harness.http.post("/tokenize", json=harness.body("hi"))
+        shown = await harness.http.get("/tokenizer_info")
+    said = [bytes(request.token_ids).decode() for request in harness.generator.requests]
+    assert said == ["hi calm False", "hi gay False", "hi calm True"]
+    assert counted.json()["tokens"] == list(harness.generator.requests[0].token_ids)
+    assert shown.json()["chat_template"] == template
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [({"chat_template": "{{ messages }}\n{% if %}"}, "the chat template's line 2: Expected an exp"),
+     ({"request_defaults": RequestDefaults(chat_template_kwargs={"tools": []})},
+      "request defaults: chat_template_kwargs may not set 'tools'")],
+)  # fmt: skip
+async def test_wrong_templates_and_variables_end_the_start(
+    start: Any, config: Any, said: str
+) -> None:
+    with pytest.raises(StartupError, match=said):
+        async with start(**config):
+            pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from foveal_runtime.frontend.protocol.responses import Completion
+from foveal_runtime.plan.config import RequestDefaults
 
 PATH = "/v1/completions"
 
@@ -121,3 +122,22 @@ async def test_defaults_come_from_generation_config(start: Any, model_path: Any)
     first, second = (request.sampling for request in harness.generator.requests)
     assert (first.temperature, first.top_k, first.top_p, first.max_tokens) == (0.25, 7, 1.0, 4)
     assert (second.temperature, second.top_k, second.max_tokens) == (0.25, 0, 9)
+
+
+async def test_the_servers_defaults_come_before_the_checkpoints(
+    start: Any, model_path: Any
+) -> None:
+    path = model_path / "generation_config.json"
+    path.write_text('{"temperature": 0.25, "top_p": 0.5, "top_k": 7, "max_new_tokens": 9}')
+    given = RequestDefaults(temperature=0.0, top_k=-1, max_tokens=3, repetition_penalty=1.5)
+    try:
+        async with start(request_defaults=given) as harness:
+            await post(harness, prompt="a")
+            await harness.chat("a", temperature=0.75, top_k=2, max_tokens=4)
+    finally:
+        path.unlink()
+    first, second = (request.sampling for request in harness.generator.requests)
+    assert (first.temperature, first.top_p, first.top_k) == (0.0, 0.5, 0)
+    assert (first.repetition_penalty, first.max_tokens) == (1.5, 3)
+    assert (second.temperature, second.top_p, second.top_k) == (0.75, 0.5, 2)
+    assert (second.repetition_penalty, second.max_tokens) == (1.5, 4)

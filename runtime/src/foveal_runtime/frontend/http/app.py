@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -55,13 +56,18 @@ from foveal_runtime.frontend.http.routes import add_routes
 from foveal_runtime.frontend.http.service import Service
 from foveal_runtime.frontend.items.injection import Injector
 from foveal_runtime.frontend.items.interfaces import Generator, InputProcessor, PromptPlaceholders
+from foveal_runtime.frontend.protocol.messages import check_variables
 from foveal_runtime.frontend.protocol.responses import ChatCompletionChunk
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
-from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.text.chat_template import (
+    TEMPLATE_ERRORS,
+    ChatTemplate,
+    load_template,
+)
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.embedder import Embedder, read_embedder
-from foveal_runtime.plan.errors import FovealError
+from foveal_runtime.plan.errors import FovealError, InvalidRequest, StartupError
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.startup import runtime_version
 from foveal_runtime.telemetry.tracing import Tracing
@@ -82,6 +88,24 @@ class HttpApp:
         self.service.grammars.close()
 
 
+def _chat_template(config: FrontendConfig, tokenizer: TextTokenizer) -> str | None:
+    """The configuration's, else the checkpoint's. Raises StartupError."""
+    try:
+        check_variables(config.request_defaults.chat_template_kwargs, (), False)
+    except InvalidRequest as error:
+        raise StartupError(f"request defaults: {error}") from error
+    if not config.chat_template:
+        return load_template(config.model.path, tokenizer)
+    try:
+        said = [{"role": "user", "content": "x"}]
+        tokenizer.hf.apply_chat_template(said, chat_template=config.chat_template, tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise StartupError(f"the chat template's line {error.lineno}: {error.message}") from error
+    except TEMPLATE_ERRORS:
+        pass  # it refuses this conversation, which says nothing of others
+    return config.chat_template
+
+
 def build_app(
     config: FrontendConfig,
     *,
@@ -100,7 +124,7 @@ def build_app(
     `siblings`: metrics peers that serve the same port.
     """
     tokenizer = TextTokenizer.load(config.model.path)
-    source = load_template(config.model.path, tokenizer)
+    source = _chat_template(config, tokenizer)
     template = ChatTemplate(tokenizer, source, info, config.tool_format)
     gate = Gate(config.admission)
     health = Health(generator, processor, gate)
@@ -115,7 +139,7 @@ def build_app(
         template=template,
         processor=processor,
         generator=generator,
-        defaults=SamplingDefaults.load(config.model.path),
+        defaults=SamplingDefaults.load(config.model.path, config.request_defaults),
         gate=gate,
         metrics=metrics,
         grammars=grammars,

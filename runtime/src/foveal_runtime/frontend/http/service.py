@@ -176,7 +176,7 @@ class Service:
             request.messages or [],
             add_generation_prompt=generates if added is None else added,
             continue_final_message=bool(request.continue_final_message),
-            variables=variables,
+            variables={**self.config.request_defaults.chat_template_kwargs, **(variables or {})},
             tools=tools,
             pages=pages,
         )

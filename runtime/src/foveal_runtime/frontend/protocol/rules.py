@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from foveal_runtime.frontend.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
 )
+from foveal_runtime.plan.config import RequestDefaults
 from foveal_runtime.plan.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -166,8 +167,8 @@ def lora_of(model: str | None, served: str, loras: Mapping[str, LoraRef]) -> Lor
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What applies when a request says nothing: the checkpoint's generation_config.json where it
-    names a value, otherwise the OpenAI API's."""
+    """What applies when a request says nothing: what the server is given, else the checkpoint's
+    generation_config.json, else the OpenAI API's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -177,17 +178,21 @@ class SamplingDefaults:
     max_tokens: int | None = None
 
     @classmethod
-    def load(cls, model_path: str | Path) -> SamplingDefaults:
+    def load(cls, model_path: str | Path, given: RequestDefaults | None = None) -> SamplingDefaults:
         path = Path(model_path) / "generation_config.json"
-        if not path.is_file():
-            return cls()
+        document: Any = {}
         try:
-            document = json.loads(path.read_bytes())
+            if path.is_file():
+                document = json.loads(path.read_bytes())
             if not isinstance(document, dict):
                 raise ValueError("not an object")
-            return cls.from_document(document)
+            found = cls.from_document(document)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise StartupError(f"{path}: {error}") from error
+        over = {one.name: getattr(given, one.name, None) for one in fields(cls)}
+        if over["top_k"] is not None:
+            over["top_k"] = max(0, over["top_k"])
+        return replace(found, **{name: value for name, value in over.items() if value is not None})
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> SamplingDefaults:

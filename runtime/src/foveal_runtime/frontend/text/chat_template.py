@@ -47,7 +47,7 @@ _PROBE = "fovealprobe"
 _LISTED = re.compile(f"['\"]text['\"]\\s*:\\s*['\"]{_PROBE}")
 """The probe's list of parts, written out as one."""
 _MAX_PROBED_ROLES = 64
-_TEMPLATE_ERRORS = (
+TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
     RecursionError,
 )  # fmt: skip
@@ -151,7 +151,7 @@ class ChatTemplate:
         for content in ([{"type": "text", "text": _PROBE}], _PROBE):
             try:
                 out = self._apply([*before, {"role": role, "content": content, **more}, *after])
-            except _TEMPLATE_ERRORS:
+            except TEMPLATE_ERRORS:
                 continue
             if _PROBE in out and not _LISTED.search(out):
                 return isinstance(content, list)
@@ -168,7 +168,7 @@ class ChatTemplate:
         texts = [f"{_PROBE}{number}" for number in range(len(roles))]
         try:
             out = self._apply(list(map(self._said, roles, texts)))
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return False
         return all(text in out for text in texts)
 
@@ -178,7 +178,7 @@ class ChatTemplate:
             out = self._apply(
                 [self._said("user")], tools=[{"type": "function", "function": function}]
             )
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return False
         return _PROBE in out
 
@@ -193,7 +193,7 @@ class ChatTemplate:
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
                 out = self._apply([self._said("user"), said], **({"tools": tools} if tools else {}))
-            except _TEMPLATE_ERRORS:
+            except TEMPLATE_ERRORS:
                 continue
             is_written |= _PROBE in out
             if (found := recognise(out, _PROBE)) is not None:
@@ -231,7 +231,7 @@ class ChatTemplate:
     def _takes(self, role: str) -> bool:
         try:
             return _PROBE in self._apply([self._said("user"), self._said(role, _PROBE)])
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return False
 
     def _apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
@@ -283,7 +283,7 @@ class ChatTemplate:
                 **told,
                 **(variables or {}),
             )
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error

@@ -200,6 +200,11 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
          "take images as encoder outputs (image_embeds parts)"),
         ("--max-document-pages N", "max_document_pages", positive, DEFAULT_DOCUMENT_PAGES, "",
          "pages of a PDF; one with more is refused"),
+        ("--chat-template FILE", "chat_template", str, "", "the checkpoint's",
+         "chat template (Jinja)"),
+        ("--request-default NAME=VALUE", "request_defaults", list, [], "the checkpoint's",
+         "what applies where a request does not name the option, such as temperature=0.6 or "
+         'chat_template_kwargs={"enable_thinking": false}; may be repeated'),
         ("--tool-format FORMAT", "tool_format", [*get_args(ToolFormat)], "",
          "from the chat template",
          "how the model writes tool calls"),

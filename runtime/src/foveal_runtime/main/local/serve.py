@@ -44,6 +44,7 @@ from foveal_runtime.plan.config import (
     MediaSources,
     ModalitiesConfig,
     ModelConfig,
+    RequestDefaults,
     SchedulerConfig,
 )
 from foveal_runtime.plan.embedder import check_task
@@ -54,7 +55,7 @@ from foveal_runtime.plan.machine_plan import plan_lines
 from foveal_runtime.plan.profile import ModelProfile, ProfileLimits
 
 _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "PIL", "safetensors")
-_FILES = ("api_key_file", "admin_key_file", "injection_key_file", "profile")
+_FILES = ("api_key_file", "admin_key_file", "injection_key_file", "profile", "chat_template")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(printed(arguments))
         return 0
     _check_options(arguments)
+    arguments.chat_template = _chat_template(arguments.chat_template)
+    arguments.request_defaults = _request_defaults(arguments.request_defaults)
     here = machine.look()
     needed = arguments.num_engines * arguments.tensor_parallel
     arguments.device = choose_device(arguments.device, here, needed)
@@ -134,6 +137,37 @@ def _check_options(arguments: argparse.Namespace) -> None:
             f"--events-port {events}: engines take {events} to {last_events}, frontends "
             f"{arguments.port} to {last}; choose ports that do not meet"
         )
+
+
+def _chat_template(file: str) -> str:
+    if not file:
+        return ""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise StartupError(f"--chat-template {file}: {reason}") from error
+    if not text.strip():
+        raise StartupError(f"--chat-template {file}: it is empty")
+    return text
+
+
+def _request_defaults(texts: Sequence[str]) -> RequestDefaults:
+    """Of NAME=VALUE each, the value as JSON."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise StartupError(f"--request-default {text}: write NAME=VALUE")
+        if name not in RequestDefaults.__struct_fields__:
+            names = ", ".join(RequestDefaults.__struct_fields__)
+            raise StartupError(f"--request-default {text}: {name} is not one of {names}")
+        try:
+            found[name] = msgspec.json.decode(value)
+            msgspec.convert(found, RequestDefaults)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise StartupError(f"--request-default {text}: {error}") from error
+    return msgspec.convert(found, RequestDefaults)
 
 
 def _planned(arguments: argparse.Namespace, found: Found, plan: BudgetPlan) -> dict[str, Any]:
