@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,6 +171,30 @@ def test_towers_come_from_nowhere_else(kind: str, field: str, tower, tmp_path: P
     with pytest.raises(StartupError, match=rf"vision_config\.{field} in config\.json") as refused:
         read_config(str(tmp_path))
     assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": "kernels-community/flash-attn2"},
+        {"experts_implementation": "sonicmoe"},
+        {"return_dict": False, "text_config": {"return_dict": False}},
+        {"output_hidden_states": True, "output_attentions": True},
+    ],
+    ids=str,
+)
+def test_settings_of_the_machine_it_was_trained_on_are_put_back(change, tiny, tmp_path) -> None:
+    """Packages that are not there were an ImportError of the profile, outputs as tuples "'tuple'
+    object has no attribute"."""
+    shutil.copytree(tiny("qwen3_vl_moe"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    for name, value in change.items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert len(meta_layers(str(tmp_path))) == config["text_config"]["num_hidden_layers"]
+    loaded = TorchRunner.load(str(tmp_path), attention="torch").loaded
+    assert not loaded.text_config.output_hidden_states
 
 
 def test_pickled_weights_are_refused(tmp_path) -> None:

@@ -19,7 +19,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
-    PreTrainedConfig,
 )
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -37,6 +36,7 @@ from foveal_runtime.model.checkpoint.kinds import (
 from foveal_runtime.model.checkpoint.placement import METHOD, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.rotary import settle_rope
+from foveal_runtime.model.checkpoint.settings import check_towers, settle_outputs
 from foveal_runtime.model.checkpoint.weights import check_directory
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
@@ -237,7 +237,8 @@ def read_config(path: str, quantization: Quantization = "auto", max_model_len: i
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
         ) from error
-    _check_towers(path, found)
+    check_towers(path, found)
+    settle_outputs(found)
     settle_rope(found.get_text_config(), max_model_len)
     if scheme := check_quantization(path, found):
         if quantization != "auto":
@@ -249,26 +250,6 @@ def read_config(path: str, quantization: Quantization = "auto", max_model_len: i
         # Instead of transformers' own quantiser of the method, which widens weights or needs more.
         found.quantization_config = {"quant_method": METHOD, "path": path, "scheme": scheme}
     return found
-
-
-def _check_towers(path: str, config: Any) -> None:
-    """Refuses towers of timm's that are not just named, in any part of a configuration: timm would
-    ask a hub about "hf-hub:…", and read a file that an argument names."""
-    for field, part in vars(config).items():
-        if not isinstance(part, PreTrainedConfig):
-            continue
-        for key in ("architecture", "backbone"):
-            name = getattr(part, key, None)
-            if isinstance(name, str) and ":" in name:
-                raise StartupError(
-                    f"model {path}: {field}.{key} in config.json is {name!r}, which would be "
-                    "looked up elsewhere; give the name that timm itself has for it"
-                )
-        if getattr(part, "model_args", None):
-            raise StartupError(
-                f"model {path}: {field}.model_args in config.json is not supported; leave it out"
-            )
-        _check_towers(path, part)
 
 
 def adapter_for(config: Any) -> Adapter:
