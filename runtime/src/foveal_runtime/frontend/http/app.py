@@ -57,7 +57,8 @@ from foveal_runtime.frontend.items.injection import Injector
 from foveal_runtime.frontend.items.interfaces import Generator, InputProcessor, PromptPlaceholders
 from foveal_runtime.frontend.protocol.responses import ChatCompletionChunk
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
-from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.text.chat_template import ChatTemplate
+from foveal_runtime.frontend.text.template_files import load_templates
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.embedder import Embedder, read_embedder
@@ -100,8 +101,8 @@ def build_app(
     `siblings`: metrics peers that serve the same port.
     """
     tokenizer = TextTokenizer.load(config.model.path)
-    source = load_template(config.model.path, tokenizer)
-    template = ChatTemplate(tokenizer, source, info, config.tool_format)
+    sources = load_templates(config.model.path, tokenizer)
+    template = ChatTemplate(tokenizer, sources.default, info, config.tool_format, sources.tools)
     gate = Gate(config.admission)
     health = Health(generator, processor, gate)
     metrics = _metrics(config, generator) if metrics is None else metrics
