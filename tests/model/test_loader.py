@@ -224,6 +224,40 @@ def test_weights_of_another_model_are_refused(tiny, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_act": "swiglu"}, "config.json has 'swiglu', which the installed transformers"),
+        ({"rope_scaling": {"type": "mrope"}}, "config.json has 'mrope', which the installed"),
+        ({"pad_token_id": 128}, "pad_token_id in config.json is no id of the vocabulary"),
+        ({"head_dim": 0}, "cannot be loaded: "),
+    ],
+    ids=str,
+)
+def test_values_that_no_model_can_be_made_of_are_one_line(change, reason, tiny, tmp_path) -> None:
+    """For profile and plan each was a traceback, for engines "cannot be loaded: 'swiglu'"."""
+    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    if "rope_scaling" in change:
+        del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    for load in (load_model, meta_layers):
+        with pytest.raises(StartupError) as caught:
+            load(str(tmp_path))
+        assert f"model {tmp_path}: {reason}" in caught.value.message
+        assert "\n" not in caught.value.message
+
+
+def test_weights_of_another_shape_are_named(tiny, tmp_path) -> None:
+    """It was "You set `ignore_mismatched_sizes` to `False`"."""
+    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
+    named = r"2 weights .*: lm_head\.weight is \[128, 32\] in the checkpoint, not \[64, 32\]; take"
+    with pytest.raises(StartupError, match=named):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("device", "said"),
     [
         ("gpu", "device 'gpu' is not known: use cpu or cuda"),

@@ -46,6 +46,10 @@ from foveal_runtime.plan.embedder import ENCODERS, model_type
 from foveal_runtime.plan.errors import StartupError
 
 _log = logging.getLogger(__name__)
+_LOAD_ERRORS = (  # of transformers while it makes a model, since it checks few fields itself
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
+    RuntimeError, SafetensorError, TypeError, ValueError,
+)  # fmt: skip
 _CALL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -133,13 +137,12 @@ def load_model(
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # check_report refuses them by name
             **class_options(model_class),
             **options,
         )
-    except (
-        OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError
-    ) as error:  # fmt: skip
-        raise StartupError(f"model {path}: cannot be loaded: {_one_line(error)}") from error
+    except _LOAD_ERRORS as error:
+        raise _unloadable(path, error) from error
     check_report(path, report)
     loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
     if not options:
@@ -169,7 +172,10 @@ def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "aut
     adapter = adapter_for(config)
     kind = DTYPES.get(dtype) or _config_dtype(config)
     with torch.device("meta"):
-        model = model_class._from_config(config, dtype=kind, **class_options(model_class))
+        try:
+            model = model_class._from_config(config, dtype=kind, **class_options(model_class))
+        except _LOAD_ERRORS as error:
+            raise _unloadable(path, error) from error
         if quantized := getattr(config, "quantization_config", None):
             place_layers(model, path, quantized["scheme"])
     loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
@@ -356,12 +362,31 @@ def check_weights(path: str) -> None:
 
 def check_report(path: str, report: dict[str, Any]) -> None:
     """transformers fills missing weights with random numbers and only logs it. Raises."""
+    if mismatched := sorted(report.get("mismatched_keys") or ()):
+        name, stored, wanted = mismatched[0]
+        raise StartupError(
+            f"model {path}: {len(mismatched)} weights have another shape than config.json says: "
+            f"{name} is {list(stored)} in the checkpoint, not {list(wanted)}; take config.json "
+            "and weights from the same model"
+        )
     missing = sorted(report.get("missing_keys") or ())
     if missing:
         raise StartupError(
             f"model {path}: {len(missing)} weights are not in the checkpoint, {missing[0]} among "
             "them: files are incomplete or belong to another architecture"
         )
+
+
+def _unloadable(path: str, error: Exception) -> StartupError:
+    if isinstance(error, KeyError):  # its text is the name alone
+        named = f"config.json has {error}, which the installed transformers does not know"
+        return StartupError(f"model {path}: {named}")
+    if "Padding_idx" in str(error):
+        return StartupError(
+            f"model {path}: pad_token_id in config.json is no id of the vocabulary; set it to null"
+        )
+    reason = _one_line(error) or type(error).__name__
+    return StartupError(f"model {path}: cannot be loaded: {reason}")
 
 
 def _one_line(error: Exception) -> str:
