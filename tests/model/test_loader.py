@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,6 +173,30 @@ def test_towers_come_from_nowhere_else(kind: str, field: str, tower, tmp_path: P
     assert "\n" not in refused.value.message
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": "kernels-community/flash-attn2"},
+        {"experts_implementation": "sonicmoe"},
+        {"return_dict": False, "text_config": {"return_dict": False}},
+        {"output_hidden_states": True, "output_attentions": True},
+    ],
+    ids=str,
+)
+def test_settings_of_the_machine_it_was_trained_on_are_put_back(change, tiny, tmp_path) -> None:
+    """Packages that are not there were an ImportError of the profile, outputs as tuples "'tuple'
+    object has no attribute"."""
+    shutil.copytree(tiny("qwen3_vl_moe"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    for name, value in change.items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert len(meta_layers(str(tmp_path))) == config["text_config"]["num_hidden_layers"]
+    loaded = TorchRunner.load(str(tmp_path), attention="torch").loaded
+    assert not loaded.text_config.output_hidden_states
+
+
 def test_pickled_weights_are_refused(tmp_path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(StartupError, match=r"pickles \(pytorch_model\.bin\)"):
@@ -195,6 +220,40 @@ def test_weights_of_another_model_are_refused(tiny, tmp_path) -> None:
         (tiny("cohere2") / "model.safetensors").read_bytes()
     )
     with pytest.raises(StartupError, match="weights"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_act": "swiglu"}, "config.json has 'swiglu', which the installed transformers"),
+        ({"rope_scaling": {"type": "mrope"}}, "config.json has 'mrope', which the installed"),
+        ({"pad_token_id": 128}, "pad_token_id in config.json is no id of the vocabulary"),
+        ({"head_dim": 0}, "cannot be loaded: "),
+    ],
+    ids=str,
+)
+def test_values_that_no_model_can_be_made_of_are_one_line(change, reason, tiny, tmp_path) -> None:
+    """For profile and plan each was a traceback, for engines "cannot be loaded: 'swiglu'"."""
+    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    if "rope_scaling" in change:
+        del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    for load in (load_model, meta_layers):
+        with pytest.raises(StartupError) as caught:
+            load(str(tmp_path))
+        assert f"model {tmp_path}: {reason}" in caught.value.message
+        assert "\n" not in caught.value.message
+
+
+def test_weights_of_another_shape_are_named(tiny, tmp_path) -> None:
+    """It was "You set `ignore_mismatched_sizes` to `False`"."""
+    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
+    named = r"2 weights .*: lm_head\.weight is \[128, 32\] in the checkpoint, not \[64, 32\]; take"
+    with pytest.raises(StartupError, match=named):
         load_model(str(tmp_path))
 
 

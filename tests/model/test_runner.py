@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 
 from foveal_runtime.engine.types.step import EncoderInput, NewRequest, ScheduledRequest, StepPlan
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.runner.runner import TorchRunner
+from foveal_runtime.model.runner.traits import end_ids
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire.item import pack_item
 
@@ -145,6 +149,43 @@ def test_traits(name: str, rule: str, levels: int, tiny) -> None:
     assert traits.embed_bytes == 32 * 4 * levels
     assert (traits.vocab_size, traits.max_position, traits.eos_token_ids) == (128, 512, (2,))
     assert traits.is_multimodal
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({}, (2,)),
+        ({"generation_config.json": {"eos_token_id": [5, 6]}}, (5, 6)),
+        ({"generation_config.json": {"temperature": 0.5}}, (2,)),
+        ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, (2, 9)),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}}, (2, 9)),
+        ({"special_tokens_map.json": {"eos_token": {"content": "<|im_end|>"}}}, (2, 9)),
+        (
+            {
+                "generation_config.json": {"eos_token_id": [5, 9]},
+                "tokenizer_config.json": {"eos_token": "<|im_end|>"},
+                "special_tokens_map.json": {"eos_token": "</s>"},
+            },
+            (5, 9),
+        ),
+        ({"tokenizer_config.json": {"eos_token": None}}, (2,)),
+        ({"tokenizer_config.json": {"eos_token": "not one"}}, (2,)),
+        ({"tokenizer_config.json": {"eos_token": "<beyond>"}}, (2,)),
+        ({"tokenizer_config.json": ["eos_token"], "tokenizer.json": 7}, (2,)),
+    ],
+    ids=str,
+)
+def test_answers_end_where_the_tokenizer_says_too(files, ids, tiny, tmp_path) -> None:
+    """A model that was tuned to end its turns with <|im_end|> often keeps the generation_config of
+    the one that it was tuned from; its answers went on with turns of the user."""
+    shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)
+    spelled = {"</s>": 2, "<|im_end|>": 9, "<beyond>": 128}
+    added = [{"id": id, "content": text, "special": True} for text, id in spelled.items()]
+    tokenizer = {"version": "1.0", "added_tokens": added, "model": {"type": "BPE", "vocab": {}}}
+    (tmp_path / "generation_config.json").unlink()
+    for name, content in ({"tokenizer.json": tokenizer} | files).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert end_ids(load_model(str(tmp_path))) == ids
 
 
 def test_a_cut_group_is_an_error_of_the_plan(bench) -> None:

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 
 from foveal_runtime.frontend.protocol.messages import ImagePart, Message, TextPart
 from foveal_runtime.frontend.testing.fake import FakeInputProcessor
-from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.text.chat_template import ChatTemplate
+from foveal_runtime.frontend.text.template_files import load_templates
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 
 MODEL = Path(__file__).resolve().parents[4] / "examples" / "tiny-vlm" / "model"
@@ -37,7 +38,7 @@ def tokenizer() -> TextTokenizer:
 @pytest.fixture(scope="module")
 def template(tokenizer: TextTokenizer) -> ChatTemplate:
     info = FakeInputProcessor({"image": (IMAGE, "<image>")})
-    return ChatTemplate(tokenizer, load_template(MODEL, tokenizer), info)
+    return ChatTemplate(tokenizer, load_templates(MODEL, tokenizer).default, info)
 
 
 def test_plain_questions_are_what_they_were(template, tokenizer) -> None:  # type: ignore[no-untyped-def]

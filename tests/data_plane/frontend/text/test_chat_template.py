@@ -10,7 +10,8 @@ import pytest
 from foveal_runtime.frontend.protocol.messages import ImagePart, Message, TextPart
 from foveal_runtime.frontend.testing.fake import FakeInputProcessor
 from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, STRING_TEMPLATE, byte_tokenizer
-from foveal_runtime.frontend.text.chat_template import ChatTemplate, load_template
+from foveal_runtime.frontend.text.chat_template import ChatTemplate
+from foveal_runtime.frontend.text.template_files import load_templates
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
 
@@ -71,12 +72,45 @@ def test_templates_cannot_reach_out() -> None:
 def test_the_processors_template_comes_first(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     tokenizer = TextTokenizer.load(tmp_path)
-    assert load_template(tmp_path, tokenizer) == byte_tokenizer().chat_template
+    assert load_templates(tmp_path, tokenizer).default == byte_tokenizer().chat_template
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor's"}))
-    assert load_template(tmp_path, tokenizer) == "processor's"
+    assert load_templates(tmp_path, tokenizer).default == "processor's"
+    (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": "older"}))
+    assert load_templates(tmp_path, tokenizer).default == "older"
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"chat_template": {one["name"]: one["template"] for one in named}})
+    )
+    assert load_templates(tmp_path, tokenizer) == ("d", "t")
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(StartupError, match=r"tokenizer\.json"):
         TextTokenizer.load(tmp_path)
+
+
+FOR_TOOLS = (
+    "{% for t in tools %}<tools>{{ t | tojson }}</tools>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments }}}\n'
+    "</tool_call>{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_of_its_own_for_tools_is_used_for_them(tmp_path: Path) -> None:
+    """Tools were described by a system message, in words that the model was never trained on."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(STRING_TEMPLATE)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(FOR_TOOLS)
+    tokenizer = TextTokenizer.load(tmp_path)
+    default, for_tools = load_templates(tmp_path, tokenizer)
+    info = FakeInputProcessor({"image": (IMAGE, "<image>")})
+    found = ChatTemplate(tokenizer, default, info, tool_template=for_tools)
+    assert found.tool_format is not None
+    assert found.tool_format.name == "hermes"
+    hi = [Message(role="user", content="hi")]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    assert found.render(hi, tools=[tool]).text.startswith('<tools>{"type": "function"')
+    assert found.render(hi).text == "<|user|>hi<|end|><|assistant|>"
 
 
 ANY_ROLE = (

@@ -7,7 +7,7 @@ from tokenizers import processors
 
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
 from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
-from foveal_runtime.frontend.text.chat_template import load_template
+from foveal_runtime.frontend.text.template_files import load_templates
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import StartupError
 
@@ -77,6 +77,6 @@ def test_files_of_a_checkpoint_that_are_none_are_refused_with_their_name(
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(StartupError) as caught:
-        (load_template(tmp_path, TextTokenizer.load(tmp_path)), SamplingDefaults.load(tmp_path))
+        (load_templates(tmp_path, TextTokenizer.load(tmp_path)), SamplingDefaults.load(tmp_path))
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -59,11 +58,8 @@ from foveal_runtime.frontend.items.interfaces import Generator, InputProcessor, 
 from foveal_runtime.frontend.protocol.messages import check_variables
 from foveal_runtime.frontend.protocol.responses import ChatCompletionChunk
 from foveal_runtime.frontend.protocol.rules import SamplingDefaults
-from foveal_runtime.frontend.text.chat_template import (
-    TEMPLATE_ERRORS,
-    ChatTemplate,
-    load_template,
-)
+from foveal_runtime.frontend.text.chat_template import ChatTemplate
+from foveal_runtime.frontend.text.template_files import load_templates
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.config import FrontendConfig
 from foveal_runtime.plan.embedder import Embedder, read_embedder
@@ -88,22 +84,11 @@ class HttpApp:
         self.service.grammars.close()
 
 
-def _chat_template(config: FrontendConfig, tokenizer: TextTokenizer) -> str | None:
-    """The configuration's, else the checkpoint's. Raises StartupError."""
+def _check_variables(config: FrontendConfig) -> None:
     try:
         check_variables(config.request_defaults.chat_template_kwargs, (), False)
     except InvalidRequest as error:
         raise StartupError(f"request defaults: {error}") from error
-    if not config.chat_template:
-        return load_template(config.model.path, tokenizer)
-    try:
-        said = [{"role": "user", "content": "x"}]
-        tokenizer.hf.apply_chat_template(said, chat_template=config.chat_template, tokenize=False)
-    except jinja2.TemplateSyntaxError as error:
-        raise StartupError(f"the chat template's line {error.lineno}: {error.message}") from error
-    except TEMPLATE_ERRORS:
-        pass  # it refuses this conversation, which says nothing of others
-    return config.chat_template
 
 
 def build_app(
@@ -123,9 +108,10 @@ def build_app(
 
     `siblings`: metrics peers that serve the same port.
     """
+    _check_variables(config)
     tokenizer = TextTokenizer.load(config.model.path)
-    source = _chat_template(config, tokenizer)
-    template = ChatTemplate(tokenizer, source, info, config.tool_format)
+    sources = load_templates(config.model.path, tokenizer, config.chat_template)
+    template = ChatTemplate(tokenizer, sources.default, info, config.tool_format, sources.tools)
     gate = Gate(config.admission)
     health = Health(generator, processor, gate)
     metrics = _metrics(config, generator) if metrics is None else metrics

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -40,7 +39,7 @@ from foveal_runtime.frontend.protocol.messages import (
 )
 from foveal_runtime.frontend.text.parts import join_messages, media_part
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
-from foveal_runtime.plan.errors import InvalidRequest, StartupError, Unsupported
+from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
 
 _PROBE = "fovealprobe"
@@ -61,23 +60,6 @@ class Conversation:
     parts: list[MediaPart] = field(default_factory=list)
 
 
-def load_template(model_path: str | Path, tokenizer: TextTokenizer) -> str | None:
-    """The processor's template before the tokenizer's: for multimodal models the former knows the
-    media. None when the checkpoint has none (text completions still work)."""
-    legacy = Path(model_path) / "chat_template.json"
-    if legacy.is_file():
-        try:
-            found = json.loads(legacy.read_bytes()).get("chat_template")
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise StartupError(f"{legacy} is not a chat template document: {error}") from error
-        if isinstance(found, str):
-            return found
-    template = tokenizer.hf.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
-
-
 class ChatTemplate:
     """One checkpoint's template.
 
@@ -96,7 +78,9 @@ class ChatTemplate:
         template: str | None,
         processor: PromptPlaceholders,
         tool_format: str = "",
+        tool_template: str | None = None,
     ) -> None:
+        """`tool_template`: the checkpoint's template for requests with tools, if it has one."""
         self._tokenizer = tokenizer
         self.source = template
         self._processor = processor
@@ -107,7 +91,14 @@ class ChatTemplate:
         self._arguments_as_text = False
         self._takes_tools = template is not None and self._probe_tools()
         self._takes_later_systems = template is not None and self._probe_later_systems()
-        self.tool_format = FORMATS[tool_format] if tool_format else self._probe_calls()
+        self._for_tools = (
+            ChatTemplate(tokenizer, tool_template, processor, tool_format)
+            if tool_template is not None
+            else None
+        )
+        self.tool_format = (
+            FORMATS[tool_format] if tool_format else (self._for_tools or self)._probe_calls()
+        )
         self.thinking = next((pair for pair in THINKING if pair[1] in (template or "")), None)
 
     def _spellings(self) -> dict[Modality, str]:
@@ -254,6 +245,15 @@ class ChatTemplate:
         """`pages` are those of each of `documents_of`. Raises InvalidRequest when the
         template refuses the messages (roles out of order), when a text spells a placeholder, or
         when a part cannot be what it says it is."""
+        if tools and self._for_tools is not None:
+            return self._for_tools.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+                tools=tools,
+                pages=pages,
+            )
         if self.source is None:
             raise Unsupported(
                 "this model has no chat template; use /v1/completions", param="messages"

@@ -19,7 +19,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
-    PreTrainedConfig,
 )
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -37,6 +36,7 @@ from foveal_runtime.model.checkpoint.kinds import (
 from foveal_runtime.model.checkpoint.placement import METHOD, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.rotary import settle_rope
+from foveal_runtime.model.checkpoint.settings import check_towers, settle_outputs
 from foveal_runtime.model.checkpoint.weights import check_directory
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
@@ -46,6 +46,10 @@ from foveal_runtime.plan.embedder import ENCODERS, model_type
 from foveal_runtime.plan.errors import StartupError
 
 _log = logging.getLogger(__name__)
+_LOAD_ERRORS = (  # of transformers while it makes a model, since it checks few fields itself
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
+    RuntimeError, SafetensorError, TypeError, ValueError,
+)  # fmt: skip
 _CALL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -133,13 +137,12 @@ def load_model(
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # check_report refuses them by name
             **class_options(model_class),
             **options,
         )
-    except (
-        OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError
-    ) as error:  # fmt: skip
-        raise StartupError(f"model {path}: cannot be loaded: {_one_line(error)}") from error
+    except _LOAD_ERRORS as error:
+        raise _unloadable(path, error) from error
     check_report(path, report)
     loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
     if not options:
@@ -169,7 +172,10 @@ def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "aut
     adapter = adapter_for(config)
     kind = DTYPES.get(dtype) or _config_dtype(config)
     with torch.device("meta"):
-        model = model_class._from_config(config, dtype=kind, **class_options(model_class))
+        try:
+            model = model_class._from_config(config, dtype=kind, **class_options(model_class))
+        except _LOAD_ERRORS as error:
+            raise _unloadable(path, error) from error
         if quantized := getattr(config, "quantization_config", None):
             place_layers(model, path, quantized["scheme"])
     loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
@@ -237,7 +243,8 @@ def read_config(path: str, quantization: Quantization = "auto", max_model_len: i
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
         ) from error
-    _check_towers(path, found)
+    check_towers(path, found)
+    settle_outputs(found)
     settle_rope(found.get_text_config(), max_model_len)
     if scheme := check_quantization(path, found):
         if quantization != "auto":
@@ -249,26 +256,6 @@ def read_config(path: str, quantization: Quantization = "auto", max_model_len: i
         # Instead of transformers' own quantiser of the method, which widens weights or needs more.
         found.quantization_config = {"quant_method": METHOD, "path": path, "scheme": scheme}
     return found
-
-
-def _check_towers(path: str, config: Any) -> None:
-    """Refuses towers of timm's that are not just named, in any part of a configuration: timm would
-    ask a hub about "hf-hub:…", and read a file that an argument names."""
-    for field, part in vars(config).items():
-        if not isinstance(part, PreTrainedConfig):
-            continue
-        for key in ("architecture", "backbone"):
-            name = getattr(part, key, None)
-            if isinstance(name, str) and ":" in name:
-                raise StartupError(
-                    f"model {path}: {field}.{key} in config.json is {name!r}, which would be "
-                    "looked up elsewhere; give the name that timm itself has for it"
-                )
-        if getattr(part, "model_args", None):
-            raise StartupError(
-                f"model {path}: {field}.model_args in config.json is not supported; leave it out"
-            )
-        _check_towers(path, part)
 
 
 def adapter_for(config: Any) -> Adapter:
@@ -375,12 +362,31 @@ def check_weights(path: str) -> None:
 
 def check_report(path: str, report: dict[str, Any]) -> None:
     """transformers fills missing weights with random numbers and only logs it. Raises."""
+    if mismatched := sorted(report.get("mismatched_keys") or ()):
+        name, stored, wanted = mismatched[0]
+        raise StartupError(
+            f"model {path}: {len(mismatched)} weights have another shape than config.json says: "
+            f"{name} is {list(stored)} in the checkpoint, not {list(wanted)}; take config.json "
+            "and weights from the same model"
+        )
     missing = sorted(report.get("missing_keys") or ())
     if missing:
         raise StartupError(
             f"model {path}: {len(missing)} weights are not in the checkpoint, {missing[0]} among "
             "them: files are incomplete or belong to another architecture"
         )
+
+
+def _unloadable(path: str, error: Exception) -> StartupError:
+    if isinstance(error, KeyError):  # its text is the name alone
+        named = f"config.json has {error}, which the installed transformers does not know"
+        return StartupError(f"model {path}: {named}")
+    if "Padding_idx" in str(error):
+        return StartupError(
+            f"model {path}: pad_token_id in config.json is no id of the vocabulary; set it to null"
+        )
+    reason = _one_line(error) or type(error).__name__
+    return StartupError(f"model {path}: cannot be loaded: {reason}")
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,54 @@
+"""Settings of config.json that say how transformers computes, or where parts come from.
+
+Used by the loader. Published checkpoints carry settings of the machine that they were trained on;
+what is not the model's own is put back, and what would be looked up elsewhere is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from foveal_runtime.plan.errors import StartupError
+
+_ATTENTION = (None, "eager", "sdpa")
+"""What needs no other package, nor kernels of a hub."""
+
+
+def settle_outputs(config: Any) -> None:
+    """Outputs as the runner reads them, by implementations that are there: attention of decoders
+    is paged, and towers need none of those that a checkpoint was trained with."""
+    for _, part in _parts_of("", config):
+        part.return_dict = True
+        part.output_hidden_states = False
+        part.output_attentions = False
+        if part._attn_implementation not in _ATTENTION:
+            part._attn_implementation = None
+        part._experts_implementation = None
+
+
+def check_towers(path: str, config: Any) -> None:
+    """Refuses towers of timm's that are not just named, in any part of a configuration: timm would
+    ask a hub about "hf-hub:…", and read a file that an argument names."""
+    for field, part in _parts_of("", config):
+        for key in ("architecture", "backbone"):
+            name = getattr(part, key, None)
+            if isinstance(name, str) and ":" in name:
+                raise StartupError(
+                    f"model {path}: {field}{key} in config.json is {name!r}, which would be "
+                    "looked up elsewhere; give the name that timm itself has for it"
+                )
+        if field and getattr(part, "model_args", None):
+            raise StartupError(
+                f"model {path}: {field}model_args in config.json is not supported; leave it out"
+            )
+
+
+def _parts_of(field: str, config: Any) -> Iterator[tuple[str, Any]]:
+    """The configuration and all in it, each with its field as a prefix ("vision_config.")."""
+    yield field, config
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig):
+            yield from _parts_of(f"{field}{name}.", part)
