@@ -275,8 +275,8 @@ class EngineCore:
         due = self._note_at is not None and self._note_at <= now
         if self._outputs:
             outputs, self._outputs = self._outputs, {}
-            for fid, entries in outputs.items():
-                for part in in_messages(entries):
+            for fid in [fid for fid in outputs if fid in receiver.sessions]:
+                for part in in_messages(outputs[fid]):
                     self._send_down(fid, load, part)
             if self._note_at is None:
                 self._note_at = now + NOTE_DELAY_SECONDS
