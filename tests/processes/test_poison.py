@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def ask(url: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
 
 
+def until_none_is_held(url: str, admin: dict[str, str]) -> None:
+    """An engine passes the order on."""
+    for _ in range(600):
+        held = httpx.get(f"{url}/quarantine", headers=admin, timeout=60).json()["requests"]
+        if not held:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still held: {held}")
+
+
 def test_one_engine_life_and_no_stream(deploy: Any, start_seconds: float, tmp_path: Path) -> None:
     """Two lives were lost to it, and another frontend lost two more for the same request."""
     (tmp_path / "key").write_text("secret")
@@ -120,6 +131,7 @@ def test_one_engine_life_and_no_stream(deploy: Any, start_seconds: float, tmp_pa
             cleared = httpx.post(f"{first}/reset_quarantine", headers=admin, timeout=60)
             assert cleared.status_code == 200, cleared.text
             deployment.wait_ready(start_seconds)
+            until_none_is_held(second, admin)
             assert ask(second).status_code == 500, "it is taken again, and kills again"
         finally:
             stop.set()

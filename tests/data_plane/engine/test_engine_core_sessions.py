@@ -58,3 +58,15 @@ def test_a_frontend_whose_session_ends_for_a_backlog_is_told():
     engine.run()
     assert two.finish == {("r", 1): "length"}
     engine.assert_clean()
+
+
+def test_nothing_is_kept_of_a_session_that_ends_with_an_answer_under_way():
+    """Its last report of the load stayed, one for each such frontend that ever was."""
+    engine = Engine()
+    frontend = engine.connect("f1")
+    engine.run()
+    engine.up(frontend, frontend.request(("r", 0), []))  # an empty prompt is refused at once
+    engine.core.on_session_lost("f1", frontend.sender.sid, "disconnected")
+    engine.run()
+    assert not engine.core.reports._told
+    engine.assert_clean()

@@ -20,7 +20,8 @@ from foveal_runtime.engine.testing.fake_frontend import FakeFrontend
 from foveal_runtime.engine.testing.fake_runner import FakeRunner
 from foveal_runtime.engine.types.step import RunnerLost, StepPlan
 from foveal_runtime.main.engine import _record_path
-from foveal_runtime.mirror.messages import Bye, Death
+from foveal_runtime.mirror.messages import Bye, Death, Refusals
+from foveal_runtime.mirror.refusals import QUARANTINE_SECONDS
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from foveal_runtime.plan.sampling import SamplingParams
@@ -156,6 +157,20 @@ def test_streams_let_in_beside_an_encoder_are_not_suspects(monkeypatch):
     engine.step()
     assert seen == [(key("old"),), (key("new"),), (key("new"),)]
     assert heard == [steps + 1, steps + 2]
+
+
+def test_a_convicted_request_is_refused_even_where_its_frontend_does_not_know():
+    """A frontend that had not heard of the conviction lost a second engine to it."""
+    engine = Engine()
+    at = time.time()
+    entries = (key("bad"), at, ""), (key("old"), at - QUARANTINE_SECONDS, "")
+    engine.core.receiver.refusals.join(Refusals(entries=entries))
+    engine.ask("bad", 5, POISON)
+    engine.ask("old", 5, 6)
+    engine.step(100)
+    assert engine.frontend.errors["bad", 0][0] == "request_quarantined"
+    assert len(engine.frontend.tokens["old", 0]) == 50
+    assert engine.frontend.finish == {("bad", 0): "error", ("old", 0): "length"}
 
 
 def test_one_that_waits_for_its_trial_may_leave():

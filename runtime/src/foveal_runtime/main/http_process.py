@@ -44,7 +44,7 @@ class _Admin:
 
     async def reset_cache(self, cache: Literal["mm", "encoder", "prefix", "quarantine"]) -> int:
         if cache == "quarantine":
-            return self._client.clear_quarantine()
+            return await self._client.clear_quarantine()
         if cache == "mm":
             self._processor.reset_cache()
             await self._siblings.reset_processor_caches()

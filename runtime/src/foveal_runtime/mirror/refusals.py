@@ -9,8 +9,10 @@ seconds of whoever noted them; nothing here reads a clock.
 from __future__ import annotations
 
 from foveal_runtime.mirror.messages import Refusals
+from foveal_runtime.plan.errors import RequestQuarantined
 
 MAX_REFUSALS = 1024
+QUARANTINE_SECONDS = 600.0
 
 
 class RefusalBook:
@@ -24,6 +26,17 @@ class RefusalBook:
     def snapshot(self) -> Refusals:
         found = sorted((key, at, shape) for key, (at, shape) in self.entries.items())
         return Refusals(self.cleared_at, tuple(found))
+
+    def check(self, key: bytes, now: float, seconds: float = QUARANTINE_SECONDS) -> None:
+        """Raises RequestQuarantined for the like of a request that killed engines."""
+        if key not in self.entries:
+            return
+        left = self.entries[key][0] + seconds - now
+        if left > 0:
+            raise RequestQuarantined(
+                "engines died while they ran this request, the same content with the same options; "
+                f"it is refused for another {max(1, round(left))} s"
+            )
 
     def join(self, told: Refusals) -> bool:
         """Takes in another book; True when something in it was new."""

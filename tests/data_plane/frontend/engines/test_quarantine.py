@@ -59,11 +59,38 @@ async def test_a_poisonous_request_costs_one_life_and_no_stream():
             with pytest.raises(RequestQuarantined, match="is refused for another"):
                 await collect(one, poisoned("again"))
         assert deaths() == 1
-        assert other.clear_quarantine() == 2
+        assert await other.clear_quarantine() == 2
         await until(lambda: not len(client.quarantine))
         with pytest.raises(EngineFailure):
             await collect(client, poisoned("cleared"))
         assert deaths() == 2
+        await other.close()
+
+
+async def test_who_hears_of_a_conviction_may_ask_a_frontend_that_has_not(monkeypatch):
+    """It knew of it a moment later, and lost a second engine to the same request."""
+    async with running(2) as (scripted, client):
+        other = scripted.make_client()
+        await other.start()
+        await until(lambda: other.num_ready_engines() == 2)
+        for engine in scripted.engines.values():
+            engine.poison, engine.is_silent = POISON, True
+        killer = asyncio.create_task(collect(client, poisoned("bad")))
+        await until(lambda: any(link.inflight for link in client.links()))
+        [endpoint] = [link.endpoint for link in client.links() if link.inflight]
+        scripted.engines[endpoint].is_silent = False
+        await until(lambda: client.quarantine.num_convicted)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not killer.done(), "the other engine has not read of it"
+        for engine in scripted.engines.values():
+            engine.is_silent = False
+        with pytest.raises(EngineFailure, match="the only one that was new"):
+            await killer
+        monkeypatch.setattr(other.quarantine, "check", lambda run: None)  # it has not heard
+        with pytest.raises(RequestQuarantined, match="is refused for another"):
+            await collect(other, poisoned("again"))
+        assert sorted(engine._boot for engine in scripted.engines.values()) == [1, 2]
         await other.close()
 
 
@@ -82,7 +109,7 @@ async def test_the_quarantine_is_in_the_metrics(start_input):
         assert shown() == {convicted: "0.0", held: "0.0"}
         client.quarantine.convict(EngineRun(poisoned("bad")))
         assert shown() == {convicted: "1.0", held: "1.0"}
-        client.clear_quarantine()
+        await client.clear_quarantine()
         assert shown() == {convicted: "1.0", held: "0.0"}
 
 
@@ -140,7 +167,7 @@ async def test_a_poisonous_request_where_no_evidence_comes():
         assert await collect(client, request) == expected(request)
 
         assert len(client.quarantine) == 1
-        assert client.clear_quarantine() == 2
+        assert await client.clear_quarantine() == 2
         with pytest.raises(EngineFailure):
             await collect(client, poisoned("cleared"))
         assert deaths() == 4

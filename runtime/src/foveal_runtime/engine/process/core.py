@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -230,9 +231,7 @@ class EngineCore:
         self._collect()
         streams, plan = self.scheduler.split(plan)
         self._interlude(streams)
-        if plan.scheduled or plan.moves_something:
-            return plan, self._submit(plan)
-        return plan, None
+        return plan, self._submit(plan) if plan.scheduled or plan.moves_something else None
 
     def _submit(self, plan: StepPlan, blamed: StepPlan | None = None) -> RunningStep:
         found = map(self.scheduler.get, [e.request_id for e in (blamed or plan).scheduled])
@@ -276,8 +275,8 @@ class EngineCore:
         due = self._note_at is not None and self._note_at <= now
         if self._outputs:
             outputs, self._outputs = self._outputs, {}
-            for fid, entries in outputs.items():
-                for part in in_messages(entries):
+            for fid in [fid for fid in outputs if fid in receiver.sessions]:
+                for part in in_messages(outputs[fid]):
                     self._send_down(fid, load, part)
             if self._note_at is None:
                 self._note_at = now + NOTE_DELAY_SECONDS
@@ -373,6 +372,7 @@ class EngineCore:
             self.stats.observed.values_seconds.observe(now - arrived)
         try:
             body = codec.decode_body(ready.body, len(ready.items))
+            self.receiver.refusals.check(body.key, time.time())  # its frontend may not know yet
             with self.record.during(body.key):
                 request = self._build(ready, body, arrived)
                 if not (request.on_trial and self._is_trying()):

@@ -178,11 +178,15 @@ class EngineClient:
         for link in self._links.values():
             link.tell_refusals()
 
-    def clear_quarantine(self) -> int:
-        """Takes requests again that engines died of, at every frontend; how many engines were
-        told."""
-        self.quarantine.clear()
+    async def _spread_refusals(self) -> None:
+        """Until every engine that answers knows them: the client may ask another frontend next."""
         self._tell_refusals()
+        await self.health()
+
+    async def clear_quarantine(self) -> int:
+        """Takes requests again that engines died of, everywhere; how many engines were told."""
+        self.quarantine.clear()
+        await self._spread_refusals()
         return sum(link.sender.is_up for link in self._links.values())
 
     async def _watch_names(self, names: Sequence[EngineAddress]) -> None:
@@ -239,8 +243,7 @@ class EngineClient:
 
     async def health(self) -> bool:
         """Some engine's core answered a message just now, or is in a step and makes progress."""
-        asked = await asyncio.gather(*(link.ping() for link in self._links.values()))
-        return any(asked)
+        return any(await asyncio.gather(*(link.ping() for link in self._links.values())))
 
     def control(self, action: str, value: int = 0) -> int:
         """Administration of every engine's caches. Returns how many were told."""
@@ -294,11 +297,11 @@ class EngineClient:
     async def _submit(self, run: EngineRun) -> tuple[EngineLink, Stream]:
         """Sends the next attempt to the best engine there is, waiting for one if need be."""
         await self._let_it_show(run)
-        self.quarantine.check(run)  # convicted meanwhile, here or elsewhere
         await self.quarantine.wait_for_turn(run)
         deadline = time.monotonic() + self.config.admission.no_engine_wait_seconds
         while True:
             changed = self._changed
+            self.quarantine.check(run)  # convicted meanwhile, here or elsewhere
             picked = self._choose(run)
             if picked is None:
                 await self._wait_for_engine(run, changed, deadline)
@@ -409,7 +412,7 @@ class EngineClient:
             except EngineFailure:
                 if run.attempt < MAX_ATTEMPTS:  # else its links broke: nobody died of it
                     self.quarantine.convict(run)
-                    self._tell_refusals()
+                    await self._spread_refusals()
                 raise
             limits = self.config.admission.no_engine_wait_seconds, self.quarantine.evidence_seconds
             overdue = min(

@@ -21,10 +21,8 @@ from typing import NamedTuple
 
 from foveal_runtime.frontend.engines.run import EngineRun, Fate, Life
 from foveal_runtime.mirror.messages import Death, Refusals
-from foveal_runtime.mirror.refusals import RefusalBook
-from foveal_runtime.plan.errors import RequestQuarantined
+from foveal_runtime.mirror.refusals import QUARANTINE_SECONDS, RefusalBook
 
-QUARANTINE_SECONDS = 600.0
 EVIDENCE_SECONDS = 10.0
 """How long a request that was new to an engine which died waits to hear what it died of."""
 MAX_EXPLAINED = 256
@@ -86,14 +84,8 @@ class Quarantine:
 
     def check(self, run: EngineRun) -> None:
         """Raises RequestQuarantined for the like of a request that killed engines."""
-        if not self.book.entries or run.key not in self.book.entries:
-            return
-        left = self.book.entries[run.key][0] + self._seconds - self._clock()
-        if left > 0:
-            raise RequestQuarantined(
-                "engines died while they ran this request, the same content with the same options; "
-                f"it is refused for another {max(1, round(left))} s"
-            )
+        if self.book.entries:
+            self.book.check(run.key, self._clock(), self._seconds)
 
     def convict(self, run: EngineRun) -> None:
         self.num_convicted += 1

@@ -16,6 +16,7 @@ import msgspec
 
 from foveal_runtime.mirror.messages import Bye, Death, DownMessage, EngineHeartbeat, RequestId
 from foveal_runtime.mirror.receiver import ReadyRequest, Receiver, ReceiverLimits
+from foveal_runtime.plan.errors import RequestQuarantined
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import (
@@ -166,6 +167,13 @@ class ScriptedEngine:
 
     def _take(self, ready: ReadyRequest) -> None:
         body = codec.decode_body(ready.body, len(ready.items))
+        try:
+            self.receiver.refusals.check(body.key, time.time())
+        except RequestQuarantined as error:
+            refusal = EngineOutput(ready.rid, finish="error", error=(error.code, error.message))
+            self._outputs(ready.fid, refusal)
+            self.receiver.finish(ready.fid, ready.rid)
+            return
         served = Served(
             ready.rid,
             ready.fid,
