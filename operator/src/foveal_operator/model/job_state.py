@@ -206,8 +206,8 @@ def was_recorded(live: Obj | None) -> bool:
 
 
 def is_superseded(live: Obj | None, wanted: Owned, job: JobState) -> bool:
-    """Whether it is made again: it has failed, or its pods cannot run and the resource now names
-    another secret, image, environment or place for it."""
+    """Whether it is made again: it has failed, or its pods cannot run and the resource now says
+    otherwise what they are to be."""
     if job.is_complete or not _is_made_otherwise(live, wanted):
         return False
     return job.is_failed or (job.reason is not None and _chosen(live) != _chosen(wanted.body))
@@ -220,8 +220,8 @@ def _is_made_otherwise(live: Obj | None, wanted: Owned) -> bool:
 
 
 def _chosen(job: Obj | None) -> tuple[object, ...]:
-    """What of a Job's pod the user chooses: image, secret, environment, where it may run, labels
-    and annotations."""
+    """What of a Job's pod the user chooses: image, secret, environment, volumes, limits, where and
+    as whom it may run, labels and annotations."""
     template = (job or {}).get("spec", {}).get("template", {})
     spec, metadata = template.get("spec", {}), template.get("metadata", {})
     labels = {
@@ -231,5 +231,11 @@ def _chosen(job: Obj | None) -> tuple[object, ...]:
     }
     container: Obj = next(iter(spec.get("containers") or ()), {})
     own = (container.get("image"), container.get("envFrom") or [], container.get("env") or [])
+    limit = container.get("resources", {}).get("limits", {}).get("cpu")
+    # The API server leaves out what is false.
+    mounts = [
+        {key: value for key, value in mount.items() if value}
+        for mount in container.get("volumeMounts") or ()
+    ]
     marks = (labels, metadata.get("annotations") or {})
-    return (*own, *marks, *(spec.get(key) for key in SETTINGS))
+    return (*own, limit, mounts, *marks, *(spec.get(key) for key in (*SETTINGS, "affinity")))
