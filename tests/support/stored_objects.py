@@ -54,6 +54,7 @@ class StoredObjects:
             job_pods=tuple(self.pods),
             downloads=self.downloads,
             refused=self.refused,
+            waits=self.waits,
             now=NOW,
         )
         found = decide_model(view)

@@ -9,7 +9,7 @@ replaced only when it makes no progress.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -108,11 +108,18 @@ def _failure(pods: Iterable[Obj]) -> Failure | None:
     return msgspec.structs.replace(found, reason=reason.name)
 
 
-def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "") -> JobState:
+def read_job(
+    job: Obj | None,
+    name: str,
+    pods: Iterable[Obj],
+    refused: str = "",
+    waits: Mapping[str, str] | None = None,
+) -> JobState:
     """The state of the Job called `name`, of which `pods` may hold some pods.
 
     Args:
         refused: why it can create no pod, in the API server's words.
+        waits: as `diagnose` takes it.
     """
     if job is None:
         return JobState()
@@ -123,7 +130,7 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "")
     is_complete = "Complete" in conditions
     newest = max(mine, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), default=None)
     # What an earlier attempt suffered from is over when a new one runs.
-    found = None if is_complete or newest is None else diagnose([newest])
+    found = None if is_complete or newest is None else diagnose([newest], waits)
     ended = sorted(_terminations(mine), key=lambda one: str(one.get("finishedAt") or ""))
     good = [one for one in ended if one.get("exitCode") == 0]
     bad = [one for one in ended if one.get("exitCode") != 0]

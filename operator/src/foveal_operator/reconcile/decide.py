@@ -78,6 +78,7 @@ class Decider:
                 job_pods=seen.model_pods,
                 downloads=seen.reports.downloads,
                 refused=seen.reports.refused,
+                waits=seen.reports.waits,
                 now=seen.now,
             )
         )
