@@ -15,6 +15,7 @@ from foveal_operator.rollout.view import template_revision
 from foveal_operator.status.report import Observed, report
 from tests.support.sim_cluster import (
     DEADLINE_SECONDS,
+    QUOTA_EXCEEDED,
     TICK_SECONDS,
     SimCluster,
     Wish,
@@ -289,6 +290,48 @@ def test_auto_goes_on_without_the_extra_engine_when_no_node_takes_it() -> None:
     cluster.num_devices = 2  # somebody else was faster
     decision = run(cluster, after, floor=1)
     assert decision.strategy.startswith("FreeFirst: the spare device was taken")
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize(
+    ("is_queue", "why"), [(False, "the quota has no room for"), (True, "the queue admits no other")]
+)
+def test_auto_goes_on_without_the_extra_engine_when_a_quota_or_a_queue_is_full(
+    engines: int, is_queue: bool, why: str
+) -> None:
+    """A device was free, but not for this namespace: no engine was ever replaced, and a quota then
+    ended every rollout by its deadline."""
+    wish = Wish(engines=engines)
+    cluster = started(8, wish)
+    cluster.quota, cluster.is_queue = engines, is_queue
+    after = replace(wish, engine_note="other")
+    cluster.ask(after)
+    decision = run(cluster, after, floor=engines - 1 or None)
+    assert decision.strategy.startswith(f"FreeFirst: {why}")
+    assert not decision.deadline_exceeded
+
+
+@pytest.mark.parametrize(
+    ("memory", "refusal"),
+    [("1Gi", QUOTA_EXCEEDED), ("", 'admission webhook "exceeded quota" denied the request: no')],
+)
+def test_no_engine_goes_for_one_that_would_be_refused_in_its_place(
+    memory: str, refusal: str
+) -> None:
+    """For its own size, or by something that counts nothing: serving would have ended."""
+    wish = Wish(engines=1)
+    cluster = started(9, wish)
+    cluster.quota, cluster.refusal = 1, refusal
+    for pod in cluster.role("engine"):
+        pod.template = copy.deepcopy(pod.template)
+        requests = pod.template["spec"]["containers"][0]["resources"]["requests"]
+        requests["memory"] = memory or requests["memory"]
+    cluster.ask(replace(wish, engine_note="other"))
+    for _ in range(DEADLINE_TICKS // 2):
+        decision = cluster.reconcile()
+        cluster.tick()
+        assert not decision.delete_pods
+    assert decision.strategy.startswith("Surge")
 
 
 def test_without_a_record_a_rollout_goes_on_but_knows_no_way_back() -> None:
