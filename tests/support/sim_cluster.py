@@ -44,6 +44,7 @@ class Wish:
     max_unavailable: int = 1
     paused: bool = False
     auto_rollback: bool = True
+    deadline: int = DEADLINE_SECONDS
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def resource_of(wish: Wish) -> Obj:
         "rollout": {
             "strategy": wish.strategy,
             "maxUnavailable": wish.max_unavailable,
-            "progressDeadlineSeconds": DEADLINE_SECONDS,
+            "progressDeadlineSeconds": wish.deadline,
             "autoRollback": wish.auto_rollback,
         },
         "paused": wish.paused,

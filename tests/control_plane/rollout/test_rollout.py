@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from foveal_operator.rollout import RolloutDecision, decide, needs_devices
+from foveal_operator.rollout.record import State, begin
 from foveal_operator.rollout.steps import OUTAGE
 from foveal_operator.rollout.view import template_revision
 from foveal_operator.status.report import Observed, report
@@ -18,6 +19,7 @@ from tests.support.sim_cluster import (
     QUOTA_EXCEEDED,
     TICK_SECONDS,
     SimCluster,
+    SimPod,
     Wish,
     desired_of,
 )
@@ -184,12 +186,50 @@ def test_a_bad_image_costs_one_engine_at_most_and_is_rolled_back(seed: int, devi
     assert decision.deadline_exceeded
     assert not decision.in_progress
     assert is_settled(cluster, wish)
-    assert "change the resource to try again" in decision.message
+    assert "raise rollout.progressDeadlineSeconds (now 600), to try again" in decision.message
     after = replace(wish, image="good-3")
     cluster.ask(after)
     decision = run(cluster, after, floor=1)
     assert not decision.rolled_back
     assert not decision.deadline_exceeded
+
+
+def test_a_revision_that_was_given_up_is_tried_again_with_more_time() -> None:
+    """As its runbook says. Another edit that changes no template does not bring it back."""
+    wish = Wish(engines=2)
+    cluster = started(3, wish, num_devices=2)
+    after = replace(wish, image="bad-1")
+
+    def asked_for(wish: Wish) -> set[str]:
+        """Images of the engines that are made while nothing fails."""
+        cluster.ask(wish)
+        found = set()
+        for _ in range(DEADLINE_TICKS + 60):
+            decision = cluster.reconcile()
+            cluster.tick()
+            if not decision.rolled_back:
+                found |= {one.template["spec"]["containers"][0]["image"] for one in engines()}
+        assert decision.rolled_back
+        return found
+
+    def engines() -> list[SimPod]:
+        return cluster.role("engine")
+
+    assert "registry.example/bad-1" in asked_for(after)
+    assert asked_for(replace(after, frontends=3)) == set()
+    assert asked_for(replace(after, deadline=DEADLINE_SECONDS - 60)) == set()
+    longer = replace(after, deadline=DEADLINE_SECONDS + 60)
+    assert "registry.example/bad-1" in asked_for(longer)
+    assert asked_for(replace(longer, frontends=3)) == set()
+
+
+def test_a_record_of_an_earlier_release_is_tried_again_with_more_time() -> None:
+    failed = State(revision="a/b", failed=True)
+    kept = begin(failed, "a/b", 2, 100.0, 600.0)
+    assert kept.failed, "nothing has been said of its deadline"
+    assert begin(kept, "a/b", 3, 100.0, 600.0) == kept
+    again = begin(kept, "a/b", 3, 100.0, 601.0)
+    assert (again.failed, again.since_seconds) == (False, 100.0)
 
 
 def test_a_bad_image_stays_where_it_is_without_auto_rollback() -> None:

@@ -125,7 +125,9 @@ def decide(view: RolloutView) -> RolloutDecision:
 
 def _begun(view: RolloutView, record: Record) -> State:
     revision = f"{template_revision(view.stateful_set)}/{template_revision(view.deployment)}"
-    return begin(record.state, revision, view.inference.generation, view.now)
+    inference = view.inference
+    deadline = inference.spec.rollout.progress_deadline_seconds
+    return begin(record.state, revision, inference.generation, view.now, deadline)
 
 
 def _can_roll_back(view: RolloutView, state: State, good: Good | None) -> bool:
@@ -320,7 +322,8 @@ def _message(target: _Target, pods: Pods, record: Record, is_complete: bool) -> 
         where = "done" if is_complete else engines
         return (
             f"revision {state.revision} did not serve in time, so the last good revision is back "
-            f"({where}); change the resource to try again"
+            f"({where}); correct the change, or raise rollout.progressDeadlineSeconds (now "
+            f"{state.deadline_seconds:.0f}), to try again"
         )
     if is_complete:
         return ""
