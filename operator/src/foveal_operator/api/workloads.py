@@ -41,7 +41,8 @@ PodTemplate = Annotated[
     Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})] | None,
     Meta(
         description="Overlay on the pod template: metadata.labels and annotations are added, spec "
-        "is merged (lists of named things by name, volumeMounts by mountPath). What the operator "
+        "is merged (lists of named things by name, volumeMounts by mountPath, "
+        "topologySpreadConstraints by topologyKey and whenUnsatisfiable). What the operator "
         "derives cannot be overridden; of resources, its container can have limits.cpu. Its "
         "volumes can be mounted elsewhere if readOnly is true."
     ),
