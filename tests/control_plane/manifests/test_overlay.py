@@ -101,6 +101,18 @@ def test_an_overlay_reads_our_volumes_elsewhere() -> None:
     assert [one["mountPath"] for one in mounts if one["name"] == "model"] == ["/models", "/loras"]
 
 
+@pytest.mark.parametrize(
+    "overlay",
+    [{"spec": None}, {"metadata": None}, {"metadata": {"labels": None, "annotations": None}}],
+)
+def test_what_is_left_of_an_emptied_map_is_nothing(overlay: Obj) -> None:
+    """Server-side apply stores null for a map whose last entry is gone; it was refused."""
+    plain = wanted(resource())
+    for role in ("frontend", "engine"):
+        laid = wanted(put(resource(), f"spec.{role}.podTemplate", overlay))
+        assert [one.body for one in laid.objects] == [one.body for one in plain.objects]
+
+
 def test_an_overlay_changes_how_pods_are_spread() -> None:
     """The API server takes one constraint for each key and strictness: a second one, with a skew or
     labels of its own, was refused."""

@@ -43,6 +43,9 @@ def lay_over(
         container: name of the operator's container, whose essentials are locked.
         written: the name that the overlay has for it in the resource, where it is another.
     """
+    overlay = _present(overlay or {})
+    if isinstance(metadata := overlay.get("metadata"), dict):
+        overlay["metadata"] = _present(metadata)
     if not overlay:
         return template
     problems = _locked(template, overlay, path, container, written or container)
@@ -52,6 +55,11 @@ def lay_over(
     merged = _merge(template, copy.deepcopy(overlay), path)
     assert isinstance(merged, dict)
     return merged
+
+
+def _present(part: Obj) -> Obj:
+    """Without nulls: one is what server-side apply leaves of a map whose last entry has gone."""
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def _locked(
@@ -71,9 +79,9 @@ def _locked(
         if key not in ("labels", "annotations")
     ]
     for key in ("labels", "annotations"):
-        if not isinstance(overlay.get("metadata", {}).get(key) or {}, dict):
+        if not isinstance(overlay.get("metadata", {}).get(key, {}), dict):
             return [*found, (f"{path}.metadata.{key}", "must be an object")]
-    for label in overlay.get("metadata", {}).get("labels") or {}:
+    for label in overlay.get("metadata", {}).get("labels", {}):
         if label.startswith(("app.kubernetes.io/", "foveal.dev/")):
             found.append((f"{path}.metadata.labels.{label}", "belongs to the operator"))
     spec = overlay.get("spec", {})
