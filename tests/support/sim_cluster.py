@@ -26,6 +26,8 @@ from tests.support.samples import resource
 TICK_SECONDS = 5.0
 START = 1_700_000_000.0
 DEADLINE_SECONDS = 600
+GATED = {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
+QUOTA_EXCEEDED = 'pods "qwen-engine-2" is forbidden: exceeded quota: q, requested: pods=1'
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Wish:
     max_unavailable: int = 1
     paused: bool = False
     auto_rollback: bool = True
+    deadline: int = DEADLINE_SECONDS
 
 
 @functools.cache
@@ -56,7 +59,7 @@ def resource_of(wish: Wish) -> Obj:
         "rollout": {
             "strategy": wish.strategy,
             "maxUnavailable": wish.max_unavailable,
-            "progressDeadlineSeconds": DEADLINE_SECONDS,
+            "progressDeadlineSeconds": wish.deadline,
             "autoRollback": wish.auto_rollback,
         },
         "paused": wish.paused,
@@ -79,6 +82,7 @@ class SimPod:
     template: Obj
     born: float
     starts_in: int
+    admitted: bool = True
     placed: bool = False
     started: bool = False
     ready: bool = False
@@ -110,7 +114,9 @@ class SimPod:
             metadata["deletionTimestamp"] = created
         conditions: list[Obj] = [{"type": "Ready", "status": str(self.ready)}]
         state: Obj = {}
-        if not self.placed:
+        if not self.admitted:
+            conditions.append({"type": "PodScheduled", "reason": "SchedulingGated"})
+        elif not self.placed:
             conditions.append({"type": "PodScheduled", "reason": "Unschedulable"})
         elif self.is_bad:
             state = {"waiting": {"reason": "ErrImagePull"}}
@@ -119,7 +125,7 @@ class SimPod:
         statuses = [{"name": self.role, "state": state}]
         return {
             "metadata": metadata,
-            "spec": self.template["spec"],
+            "spec": self.template["spec"] if self.admitted else {**self.template["spec"], **GATED},
             "status": {"conditions": conditions, "containerStatuses": statuses},
         }
 
@@ -140,7 +146,13 @@ class SimCluster:
     pods: dict[str, SimPod] = field(default_factory=dict)
     count: int = 0
     knows_devices: bool = True
+    quota: int = 99
+    """Engines that the namespace may have."""
+    is_queue: bool = False
+    """More of them are created, and wait in a queue; without it they are refused."""
+    refusal: str = QUOTA_EXCEEDED
     events: list[str] = field(default_factory=list)
+    refused: str = ""
 
     # what others see
 
@@ -179,6 +191,7 @@ class SimCluster:
             free_devices=self.free_devices() if self.knows_devices else None,
             sessions=sessions,
             announced=self.announced,
+            refused=self.refused,
             now=self.now,
         )
 
@@ -253,8 +266,14 @@ class SimCluster:
         replicas = workload["spec"]["replicas"]
         for ordinal in range(replicas):
             name = f"{workload['metadata']['name']}-{ordinal}"
-            if name not in self.pods:
-                self._create("engine", name, workload["spec"]["template"])
+            if name in self.pods:
+                continue
+            is_full = len(self.role("engine")) >= self.quota
+            if is_full and not self.is_queue:
+                self.refused = self.refusal
+                continue
+            self._create("engine", name, workload["spec"]["template"])
+            self.pods[name].admitted = not self.is_queue
         for pod in self.role("engine"):
             if int(pod.name.rpartition("-")[2]) >= replicas:
                 self._terminate(pod)
@@ -302,7 +321,10 @@ class SimCluster:
                 del self.pods[pod.name]
                 return
             pod.crashed_for, pod.started = self.random.randint(1, 4), False
-        if not pod.placed:
+        if not pod.admitted:
+            admitted = sum(1 for one in self.role("engine") if one.admitted)
+            pod.admitted = admitted < self.quota
+        elif not pod.placed:
             pod.placed = pod.role == "frontend" or self.free_devices() > 0
         elif pod.crashed_for:
             pod.crashed_for -= 1

@@ -37,6 +37,8 @@ class StoredObjects:
         self.live: dict[tuple[str, str], Obj] = {}
         self.pods: list[Obj] = []
         self.downloads: dict[str, int] = {}
+        self.refused: dict[str, str] = {}
+        self.waits: dict[str, str] = {}
         self.names = {}
         for kind, name in model_keys(inference, FACTS):
             what = "fetch" if "-fetch-" in name else "profile"
@@ -51,6 +53,8 @@ class StoredObjects:
             live=self.live,
             job_pods=tuple(self.pods),
             downloads=self.downloads,
+            refused=self.refused,
+            waits=self.waits,
             now=NOW,
         )
         found = decide_model(view)

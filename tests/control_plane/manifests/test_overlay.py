@@ -101,6 +101,42 @@ def test_an_overlay_reads_our_volumes_elsewhere() -> None:
     assert [one["mountPath"] for one in mounts if one["name"] == "model"] == ["/models", "/loras"]
 
 
+@pytest.mark.parametrize(
+    "overlay",
+    [{"spec": None}, {"metadata": None}, {"metadata": {"labels": None, "annotations": None}}],
+)
+def test_what_is_left_of_an_emptied_map_is_nothing(overlay: Obj) -> None:
+    """Server-side apply stores null for a map whose last entry is gone; it was refused."""
+    plain = wanted(resource())
+    for role in ("frontend", "engine"):
+        laid = wanted(put(resource(), f"spec.{role}.podTemplate", overlay))
+        assert [one.body for one in laid.objects] == [one.body for one in plain.objects]
+
+
+def test_an_overlay_changes_how_pods_are_spread() -> None:
+    """The API server takes one constraint for each key and strictness: a second one, with a skew or
+    labels of its own, was refused."""
+
+    def spread(*constraints: Obj) -> list[Obj]:
+        body = resource()
+        if constraints:
+            overlay = {"spec": {"topologySpreadConstraints": list(constraints)}}
+            body = put(body, "spec.frontend.podTemplate", overlay)
+        (laid,) = wanted(body).of_kind("Deployment")
+        found: list[Obj] = laid["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        return found
+
+    (plain,) = spread()
+    node = {"topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    assert node.items() <= plain.items()
+    more = {"maxSkew": 3, "matchLabelKeys": ["pod-template-hash"]}
+    assert spread({**node, **more}) == [{**plain, **more}], "its selector stays"
+    zone = {**node, "topologyKey": "topology.kubernetes.io/zone", "maxSkew": 1}
+    strict = {**node, "whenUnsatisfiable": "DoNotSchedule", "maxSkew": 1}
+    assert spread(zone, strict) == [plain, zone, strict]
+    assert len(spread({"maxSkew": 1})) == 2, "the API server says what it lacks"
+
+
 def test_a_path_is_one_path_however_it_is_written() -> None:
     """The API server refuses two mounts in one place only where they are written alike."""
     more = [{"name": "a", "mountPath": "/c"}, {"name": "a", "mountPath": "//c/", "readOnly": True}]

@@ -207,6 +207,36 @@ def test_a_job_that_a_policy_refuses_is_made_anew_with_another_label(
     assert bool(stored.decide().delete) is anew
 
 
+LIMITED = {"name": "frontend", "resources": {"limits": {"cpu": "8"}}}
+MOUNTED = {"name": "frontend", "volumeMounts": [{"name": "ca", "mountPath": "/ca"}]}
+MENDED: list[tuple[str, Obj, bool]] = [
+    ("a quota counts limits.cpu", {"containers": [LIMITED]}, True),
+    ("a standard forbids it", {"securityContext": {"runAsUser": 2000}}, True),
+    ("no node has the label", {"affinity": {"nodeAffinity": {}}}, True),
+    ("no such ConfigMap", {"volumes": [{"name": "ca", "configMap": {"name": "ca"}}]}, True),
+    ("mounted elsewhere", {"containers": [MOUNTED]}, True),
+    ("nothing for a Job", {"schedulerName": "other"}, False),
+]
+
+
+@pytest.mark.parametrize(("spec", "anew"), [case[1:] for case in MENDED])
+def test_a_job_without_pods_is_made_anew_once_the_pod_template_is_mended(
+    spec: Obj, anew: bool
+) -> None:
+    """What kept its pods from running was corrected, and the Job stayed as it had been made."""
+    before, after = sample(), sample(frontend={"podTemplate": {"spec": spec}})
+    stored = StoredObjects(parse(after)).claim().job("fetch")
+    live = stored.live["Job", stored.names["fetch"]]
+    for job in desired(parse(before), None, FACTS).of_kind("Job"):
+        if job["metadata"]["name"] == stored.names["fetch"]:
+            live["metadata"]["annotations"] = job["metadata"]["annotations"]
+            live["spec"] = job["spec"]
+    assert stored.decide().delete == (), "it may still get its pods"
+    stored.refused = {f"Job/{stored.names['fetch']}": "pods x is forbidden: exceeded quota: q"}
+    found = stored.decide()
+    assert found.delete == ((("Job", stored.names["fetch"], "uid-fetch"),) if anew else ())
+
+
 @pytest.mark.parametrize("what", ["fetch", "profile"])
 def test_a_job_that_failed_as_another_release_made_it_gets_another_chance(what: str) -> None:
     """Even one that only an edit would heal: the new release may have mended it."""

@@ -107,6 +107,22 @@ async def test_the_status_shows_percent_then_the_commit() -> None:
     assert [e for e in kit.cluster.writes if "Event" in str(e)] == events, "no Event per percent"
 
 
+async def test_a_job_s_pod_that_waits_for_a_volume_is_told() -> None:
+    """A CA bundle whose ConfigMap is missing: the model was Downloading without an end."""
+    kit = Kit(fetched_cluster())
+    await kit.start()
+    await kit.settle()
+    name = add_fetch_pod(kit.cluster)
+    kit.reports = PodReports(waits={name: 'MountVolume.SetUp failed: configmap "ca" not found'})
+    await kit.resync()
+    assert kit.condition("ModelReady") == ("False", "ConfigError")
+    (told,) = [one["message"] for one in kit.status()["conditions"] if one["type"] == "Ready"]
+    assert f'{name}: MountVolume.SetUp failed: configmap "ca" not found' in told
+    kit.reports = PodReports()
+    await kit.resync()
+    assert kit.condition("ModelReady") == ("False", "Downloading")
+
+
 async def test_the_commit_is_the_profiles() -> None:
     kit = Kit()
     kit.cluster.add(resource())

@@ -130,3 +130,22 @@ async def test_old_documents_go_when_nothing_uses_them(kit: Kit) -> None:
     used = kit.cluster.body("Deployment", "tiny-frontend")["spec"]["template"]["spec"]["volumes"]
     (name,) = [v["configMap"]["name"] for v in used if "configMap" in v]
     assert name in frontends
+
+
+async def test_what_was_pruned_and_is_wanted_again_is_no_drift(kit: Kit) -> None:
+    """An autoscaler between one engine and two made FovealDriftFight of its PodDisruptionBudget."""
+
+    async def ask(replicas: int) -> list[str]:
+        def change(body: Obj) -> None:
+            body["spec"]["frontend"]["replicas"] = replicas
+
+        kit.cluster.edit(INFERENCE, *KEY, change)
+        await kit.settle()
+        return kit.cluster.names("PodDisruptionBudget")
+
+    await served(kit)
+    for _ in range(2):
+        assert await ask(2) == ["tiny-frontend"]
+        assert await ask(1) == []
+    kind = "PodDisruptionBudget"
+    assert not kit.telemetry.value("foveal_operator_drift_repairs_total", kind=kind)

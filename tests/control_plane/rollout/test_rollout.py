@@ -10,13 +10,16 @@ import msgspec
 import pytest
 
 from foveal_operator.rollout import RolloutDecision, decide, needs_devices
+from foveal_operator.rollout.record import State, begin
 from foveal_operator.rollout.steps import OUTAGE
 from foveal_operator.rollout.view import template_revision
 from foveal_operator.status.report import Observed, report
 from tests.support.sim_cluster import (
     DEADLINE_SECONDS,
+    QUOTA_EXCEEDED,
     TICK_SECONDS,
     SimCluster,
+    SimPod,
     Wish,
     desired_of,
 )
@@ -183,12 +186,50 @@ def test_a_bad_image_costs_one_engine_at_most_and_is_rolled_back(seed: int, devi
     assert decision.deadline_exceeded
     assert not decision.in_progress
     assert is_settled(cluster, wish)
-    assert "change the resource to try again" in decision.message
+    assert "raise rollout.progressDeadlineSeconds (now 600), to try again" in decision.message
     after = replace(wish, image="good-3")
     cluster.ask(after)
     decision = run(cluster, after, floor=1)
     assert not decision.rolled_back
     assert not decision.deadline_exceeded
+
+
+def test_a_revision_that_was_given_up_is_tried_again_with_more_time() -> None:
+    """As its runbook says. Another edit that changes no template does not bring it back."""
+    wish = Wish(engines=2)
+    cluster = started(3, wish, num_devices=2)
+    after = replace(wish, image="bad-1")
+
+    def asked_for(wish: Wish) -> set[str]:
+        """Images of the engines that are made while nothing fails."""
+        cluster.ask(wish)
+        found = set()
+        for _ in range(DEADLINE_TICKS + 60):
+            decision = cluster.reconcile()
+            cluster.tick()
+            if not decision.rolled_back:
+                found |= {one.template["spec"]["containers"][0]["image"] for one in engines()}
+        assert decision.rolled_back
+        return found
+
+    def engines() -> list[SimPod]:
+        return cluster.role("engine")
+
+    assert "registry.example/bad-1" in asked_for(after)
+    assert asked_for(replace(after, frontends=3)) == set()
+    assert asked_for(replace(after, deadline=DEADLINE_SECONDS - 60)) == set()
+    longer = replace(after, deadline=DEADLINE_SECONDS + 60)
+    assert "registry.example/bad-1" in asked_for(longer)
+    assert asked_for(replace(longer, frontends=3)) == set()
+
+
+def test_a_record_of_an_earlier_release_is_tried_again_with_more_time() -> None:
+    failed = State(revision="a/b", failed=True)
+    kept = begin(failed, "a/b", 2, 100.0, 600.0)
+    assert kept.failed, "nothing has been said of its deadline"
+    assert begin(kept, "a/b", 3, 100.0, 600.0) == kept
+    again = begin(kept, "a/b", 3, 100.0, 601.0)
+    assert (again.failed, again.since_seconds) == (False, 100.0)
 
 
 def test_a_bad_image_stays_where_it_is_without_auto_rollback() -> None:
@@ -289,6 +330,48 @@ def test_auto_goes_on_without_the_extra_engine_when_no_node_takes_it() -> None:
     cluster.num_devices = 2  # somebody else was faster
     decision = run(cluster, after, floor=1)
     assert decision.strategy.startswith("FreeFirst: the spare device was taken")
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize(
+    ("is_queue", "why"), [(False, "the quota has no room for"), (True, "the queue admits no other")]
+)
+def test_auto_goes_on_without_the_extra_engine_when_a_quota_or_a_queue_is_full(
+    engines: int, is_queue: bool, why: str
+) -> None:
+    """A device was free, but not for this namespace: no engine was ever replaced, and a quota then
+    ended every rollout by its deadline."""
+    wish = Wish(engines=engines)
+    cluster = started(8, wish)
+    cluster.quota, cluster.is_queue = engines, is_queue
+    after = replace(wish, engine_note="other")
+    cluster.ask(after)
+    decision = run(cluster, after, floor=engines - 1 or None)
+    assert decision.strategy.startswith(f"FreeFirst: {why}")
+    assert not decision.deadline_exceeded
+
+
+@pytest.mark.parametrize(
+    ("memory", "refusal"),
+    [("1Gi", QUOTA_EXCEEDED), ("", 'admission webhook "exceeded quota" denied the request: no')],
+)
+def test_no_engine_goes_for_one_that_would_be_refused_in_its_place(
+    memory: str, refusal: str
+) -> None:
+    """For its own size, or by something that counts nothing: serving would have ended."""
+    wish = Wish(engines=1)
+    cluster = started(9, wish)
+    cluster.quota, cluster.refusal = 1, refusal
+    for pod in cluster.role("engine"):
+        pod.template = copy.deepcopy(pod.template)
+        requests = pod.template["spec"]["containers"][0]["resources"]["requests"]
+        requests["memory"] = memory or requests["memory"]
+    cluster.ask(replace(wish, engine_note="other"))
+    for _ in range(DEADLINE_TICKS // 2):
+        decision = cluster.reconcile()
+        cluster.tick()
+        assert not decision.delete_pods
+    assert decision.strategy.startswith("Surge")
 
 
 def test_without_a_record_a_rollout_goes_on_but_knows_no_way_back() -> None:

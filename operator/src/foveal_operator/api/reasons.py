@@ -131,7 +131,10 @@ EVICTED = Reason(
     "Evicted", "Give the node what the message says it lacks, or keep the pods off that node."
 )
 DEADLINE_EXCEEDED = Reason(
-    "ProgressDeadlineExceeded", "Correct or revert the last change; older pods keep serving.", True
+    "ProgressDeadlineExceeded",
+    "Correct or revert the last change, or raise rollout.progressDeadlineSeconds; older pods keep "
+    "serving.",
+    True,
 )
 MIRRORED = Reason("Mirrored")
 SESSION_DOWN = Reason("SessionDown", "Check NetworkPolicies between frontends and engines.")

@@ -34,9 +34,9 @@ PodTemplate = Annotated[
     Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})] | None,
     Meta(
         description="Overlay on the pod template: labels and annotations are added, spec is "
-        "merged (lists by name, volumeMounts by mountPath). What the operator derives cannot be "
-        "overridden; of resources, its container can have limits.cpu. Its volumes can be mounted "
-        "elsewhere if readOnly is true."
+        "merged (lists of named things by name, volumeMounts by mountPath, spread constraints by "
+        "topologyKey and whenUnsatisfiable). What the operator derives cannot be changed; of "
+        "resources, its container can have limits.cpu. Its volumes can be mounted if readOnly."
     ),
 ]
 _EITHER = Rule(
@@ -101,7 +101,7 @@ class Frontend(Part, frozen=True, kw_only=True):
         Annotated[RequestDefaults, Meta(extra_json_schema={"x-foveal-raw": True})] | None,
         Meta(
             description="What applies where a request names no temperature, top_p, top_k, min_p, "
-            "repetition_penalty, max_tokens or chat_template_kwargs; default: the checkpoint's."
+            "repetition_penalty, max_tokens or chat_template_kwargs."
         ),
     ] = None
     tool_format: Annotated[

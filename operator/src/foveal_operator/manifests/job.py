@@ -37,9 +37,9 @@ TEMPLATE = "foveal.dev/template"
 """Annotation of a Job: hash of its spec, which cannot change once it is there."""
 SETTINGS = (
     "imagePullSecrets", "tolerations", "nodeSelector", "priorityClassName", "runtimeClassName",
-    "hostAliases",
+    "hostAliases", "securityContext", "volumes",
 )  # fmt: skip
-"""Fields of a pod that Jobs take from the frontends' podTemplate."""
+"""Fields of a pod that Jobs take from the frontends' podTemplate, beside its affinity to nodes."""
 CONTAINER_SETTINGS = ("env", "volumeMounts", "resources")
 CPU_MILLICORES = 1000
 # Not "http": a PodMonitor would scrape it, and alert when the Job is over.
@@ -120,7 +120,7 @@ def _settings(context: Context, what: str) -> Obj:
     for one in own:
         if isinstance(env := one.get("env"), list):
             one["env"] = [e for e in env if not (isinstance(e, dict) and e.get("name") == OFFLINE)]
-    found = {key: spec[key] for key in (*SETTINGS, "securityContext", "volumes") if key in spec}
+    found = {key: spec[key] for key in SETTINGS if key in spec}
     if isinstance(affinity, dict) and "nodeAffinity" in affinity:
         found["affinity"] = {"nodeAffinity": affinity["nodeAffinity"]}
     return {"metadata": metadata, "spec": {**found, **({"containers": own} if own else {})}}

@@ -1,8 +1,8 @@
 """Lays a user's podTemplate over ours: adds, never overrides what the plan rests on.
 
 Called by the builders of workloads and Jobs. Mappings merge, lists of named things merge by name,
-mounts by their path, other lists are appended; a value that the operator derives is refused with
-its path.
+mounts by their path, spread constraints by what they spread over and how strictly; other lists are
+appended. A value that the operator derives is refused with its path.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ _LOCKED_CONTAINER = frozenset(
 
 
 _LOCKED_VOLUMES = frozenset({"config", "model", "curve", "shm", "shared", "warm", "files"})
+_MERGE_KEYS = {
+    "volumeMounts": ("mountPath",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+}
 _LOCKED_ENV = frozenset({"NODE_NAME", "POD_IP", "POD_NAME"})
 
 
@@ -39,6 +43,9 @@ def lay_over(
         container: name of the operator's container, whose essentials are locked.
         written: the name that the overlay has for it in the resource, where it is another.
     """
+    overlay = _present(overlay or {})
+    if isinstance(metadata := overlay.get("metadata"), dict):
+        overlay["metadata"] = _present(metadata)
     if not overlay:
         return template
     problems = _locked(template, overlay, path, container, written or container)
@@ -48,6 +55,11 @@ def lay_over(
     merged = _merge(template, copy.deepcopy(overlay), path)
     assert isinstance(merged, dict)
     return merged
+
+
+def _present(part: Obj) -> Obj:
+    """Without nulls: one is what server-side apply leaves of a map whose last entry has gone."""
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def _locked(
@@ -67,9 +79,9 @@ def _locked(
         if key not in ("labels", "annotations")
     ]
     for key in ("labels", "annotations"):
-        if not isinstance(overlay.get("metadata", {}).get(key) or {}, dict):
+        if not isinstance(overlay.get("metadata", {}).get(key, {}), dict):
             return [*found, (f"{path}.metadata.{key}", "must be an object")]
-    for label in overlay.get("metadata", {}).get("labels") or {}:
+    for label in overlay.get("metadata", {}).get("labels", {}):
         if label.startswith(("app.kubernetes.io/", "foveal.dev/")):
             found.append((f"{path}.metadata.labels.{label}", "belongs to the operator"))
     spec = overlay.get("spec", {})
@@ -189,21 +201,22 @@ def _merge(base: Any, over: Any, path: str) -> Any:
 
 
 def _merge_lists(base: list[Any], over: list[Any], path: str) -> list[Any]:
-    """By Kubernetes' own merge key where every element has it: of mounts the path, as a volume may
-    have several, else the name (containers, env, volumes). Other lists are appended."""
-    key = "mountPath" if path.endswith(".volumeMounts") else "name"
-    if not all(isinstance(item, dict) and key in item for item in (*base, *over)):
+    """By the API server's own keys where every element has them: of mounts the path, as a volume
+    may have several, else the name (containers, env, volumes). Other lists are appended."""
+    keys = _MERGE_KEYS.get(path.rpartition(".")[2], ("name",))
+    if not all(isinstance(item, dict) and item.keys() >= {*keys} for item in (*base, *over)):
         return [*base, *(item for item in over if item not in base)]
 
     for item in over:
-        if not isinstance(item[key], str):
-            raise SpecError([(f"{path}.{key}", f"must be a string, not {item[key]!r}")])
+        for key in keys:
+            if not isinstance(item[key], str):
+                raise SpecError([(f"{path}.{key}", f"must be a string, not {item[key]!r}")])
 
-    def key_of(item: Any) -> str:
-        return _normal(item[key]) if key == "mountPath" else str(item[key])
+    def name_of(item: Any) -> str:
+        return ", ".join(_normal(item[k]) if k == "mountPath" else str(item[k]) for k in keys)
 
-    merged = {key_of(item): item for item in base}
+    merged = {name_of(item): item for item in base}
     for item in over:
-        name = key_of(item)
+        name = name_of(item)
         merged[name] = _merge(merged[name], item, f"{path}[{name}]") if name in merged else item
     return list(merged.values())

@@ -64,6 +64,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
         job_pods: pods of the resource's Jobs (label app.kubernetes.io/component=model).
         downloads: pod -> percent of the model that it has fetched, as it said last.
         refused: KIND/NAME -> why its pods cannot be created.
+        waits: pod -> why its volumes are not there.
         now: seconds since the epoch.
     """
 
@@ -73,6 +74,7 @@ class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     job_pods: tuple[Obj, ...] = ()
     downloads: Mapping[str, int] = {}
     refused: Mapping[str, str] = {}
+    waits: Mapping[str, str] = {}
     now: float
 
 
@@ -214,7 +216,8 @@ def _live(view: ModelView, wanted: Owned) -> Obj | None:
 
 def _job(view: ModelView, wanted: Owned) -> JobState:
     name = wanted.body["metadata"]["name"]
-    return read_job(_live(view, wanted), name, view.job_pods, view.refused.get(f"Job/{name}", ""))
+    refused = view.refused.get(f"Job/{name}", "")
+    return read_job(_live(view, wanted), name, view.job_pods, refused, view.waits)
 
 
 def _failure(view: ModelView, wanted: _Wanted) -> Failure | None:

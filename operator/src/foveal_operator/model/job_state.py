@@ -9,7 +9,7 @@ replaced only when it makes no progress.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -108,11 +108,18 @@ def _failure(pods: Iterable[Obj]) -> Failure | None:
     return msgspec.structs.replace(found, reason=reason.name)
 
 
-def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "") -> JobState:
+def read_job(
+    job: Obj | None,
+    name: str,
+    pods: Iterable[Obj],
+    refused: str = "",
+    waits: Mapping[str, str] | None = None,
+) -> JobState:
     """The state of the Job called `name`, of which `pods` may hold some pods.
 
     Args:
         refused: why it can create no pod, in the API server's words.
+        waits: as `diagnose` takes it.
     """
     if job is None:
         return JobState()
@@ -123,7 +130,7 @@ def read_job(job: Obj | None, name: str, pods: Iterable[Obj], refused: str = "")
     is_complete = "Complete" in conditions
     newest = max(mine, key=lambda pod: str(pod["metadata"].get("creationTimestamp")), default=None)
     # What an earlier attempt suffered from is over when a new one runs.
-    found = None if is_complete or newest is None else diagnose([newest])
+    found = None if is_complete or newest is None else diagnose([newest], waits)
     ended = sorted(_terminations(mine), key=lambda one: str(one.get("finishedAt") or ""))
     good = [one for one in ended if one.get("exitCode") == 0]
     bad = [one for one in ended if one.get("exitCode") != 0]
@@ -206,8 +213,8 @@ def was_recorded(live: Obj | None) -> bool:
 
 
 def is_superseded(live: Obj | None, wanted: Owned, job: JobState) -> bool:
-    """Whether it is made again: it has failed, or its pods cannot run and the resource now names
-    another secret, image, environment or place for it."""
+    """Whether it is made again: it has failed, or its pods cannot run and the resource now says
+    otherwise what they are to be."""
     if job.is_complete or not _is_made_otherwise(live, wanted):
         return False
     return job.is_failed or (job.reason is not None and _chosen(live) != _chosen(wanted.body))
@@ -220,8 +227,8 @@ def _is_made_otherwise(live: Obj | None, wanted: Owned) -> bool:
 
 
 def _chosen(job: Obj | None) -> tuple[object, ...]:
-    """What of a Job's pod the user chooses: image, secret, environment, where it may run, labels
-    and annotations."""
+    """What of a Job's pod the user chooses: image, secret, environment, volumes, limits, where and
+    as whom it may run, labels and annotations."""
     template = (job or {}).get("spec", {}).get("template", {})
     spec, metadata = template.get("spec", {}), template.get("metadata", {})
     labels = {
@@ -231,5 +238,11 @@ def _chosen(job: Obj | None) -> tuple[object, ...]:
     }
     container: Obj = next(iter(spec.get("containers") or ()), {})
     own = (container.get("image"), container.get("envFrom") or [], container.get("env") or [])
+    limit = container.get("resources", {}).get("limits", {}).get("cpu")
+    # The API server leaves out what is false.
+    mounts = [
+        {key: value for key, value in mount.items() if value}
+        for mount in container.get("volumeMounts") or ()
+    ]
     marks = (labels, metadata.get("annotations") or {})
-    return (*own, *marks, *(spec.get(key) for key in SETTINGS))
+    return (*own, limit, mounts, *marks, *(spec.get(key) for key in (*SETTINGS, "affinity")))

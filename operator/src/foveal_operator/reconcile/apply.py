@@ -266,6 +266,8 @@ class Applier:
         metadata = live["metadata"]
         if not is_controlled_by(live, controller_uid) or metadata.get("deletionTimestamp"):
             return False
+        # What is made again one day is no drift.
+        self._applied.get(controller_uid, {}).pop((kind.name, name), None)
         return await self._cluster.delete(kind, namespace, name, uid, metadata["resourceVersion"])
 
     def forget(self, owner_uid: str) -> None:

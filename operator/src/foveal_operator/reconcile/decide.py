@@ -78,6 +78,7 @@ class Decider:
                 job_pods=seen.model_pods,
                 downloads=seen.reports.downloads,
                 refused=seen.reports.refused,
+                waits=seen.reports.waits,
                 now=seen.now,
             )
         )
@@ -169,6 +170,7 @@ class Decider:
             sessions=work.reports.sessions,
             load=work.reports.load,
             announced=work.resource.get("status", {}).get("rolloutStrategy", ""),
+            refused=work.reports.refused.get(f"StatefulSet/{key[1]}-engine", ""),
             now=work.now,
         )
         if needs_devices(view):

@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
+from foveal_operator.api import reasons
 from foveal_operator.kube.diff import diff
+from foveal_operator.kube.errors import denial
 from foveal_operator.kube.kinds import CONFIG_MAP
 from foveal_operator.kube.types import Obj, ObjectKey
 from foveal_operator.manifests.workloads import live_replicas
@@ -27,6 +29,7 @@ from foveal_operator.rollout.record import (
 )
 from foveal_operator.rollout.steps import (
     OUTAGE,
+    UNSCHEDULABLE_SECONDS,
     choose,
     chooses_by_devices,
     engine_step,
@@ -41,6 +44,7 @@ from foveal_operator.rollout.view import (
     objects_in_use,
     read_pods,
     record_name,
+    takes_no_more,
     template_revision,
 )
 
@@ -121,7 +125,9 @@ def decide(view: RolloutView) -> RolloutDecision:
 
 def _begun(view: RolloutView, record: Record) -> State:
     revision = f"{template_revision(view.stateful_set)}/{template_revision(view.deployment)}"
-    return begin(record.state, revision, view.inference.generation, view.now)
+    inference = view.inference
+    deadline = inference.spec.rollout.progress_deadline_seconds
+    return begin(record.state, revision, inference.generation, view.now, deadline)
 
 
 def _can_roll_back(view: RolloutView, state: State, good: Good | None) -> bool:
@@ -172,7 +178,13 @@ def _next_state(
     view: RolloutView, state: State, target: _Target, pods: Pods, is_complete: bool
 ) -> State:
     state = choose(
-        state, view.inference, pods, target.engine_revision, target.num_engines, view.free_devices
+        state,
+        view.inference,
+        pods,
+        target.engine_revision,
+        target.num_engines,
+        view.free_devices,
+        has_no_room=_has_no_room(view, state, target),
     )
     if target.rolled_back:
         return state
@@ -184,6 +196,21 @@ def _next_state(
         is_off=not (target.num_engines and target.num_frontends),
         now=view.now,
         deadline_seconds=view.inference.spec.rollout.progress_deadline_seconds,
+    )
+
+
+def _has_no_room(view: RolloutView, state: State, target: _Target) -> bool:
+    """For a minute a quota has refused an engine above those asked for, and it has room for one in
+    the place of any that is there."""
+    live = view.live_stateful_set
+    if live is None or template_revision(live) != target.engine_revision:
+        return False
+    return (
+        view.now - state.since_seconds > UNSCHEDULABLE_SECONDS
+        and (live_replicas(live) or 0) > target.num_engines
+        and "exceeded quota" in view.refused
+        and denial(view.refused) is reasons.QUOTA_EXCEEDED
+        and all(takes_no_more(live["spec"]["template"], pod) for pod in view.engine_pods)
     )
 
 
@@ -295,7 +322,8 @@ def _message(target: _Target, pods: Pods, record: Record, is_complete: bool) -> 
         where = "done" if is_complete else engines
         return (
             f"revision {state.revision} did not serve in time, so the last good revision is back "
-            f"({where}); change the resource to try again"
+            f"({where}); correct the change, or raise rollout.progressDeadlineSeconds (now "
+            f"{state.deadline_seconds:.0f}), to try again"
         )
     if is_complete:
         return ""

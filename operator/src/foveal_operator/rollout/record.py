@@ -34,6 +34,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         done: everything asked for has served at once; a later failure starts no rollout.
         idle: no engine or no frontend is asked for; what is asked for next starts the clock.
         failed: it made no progress in time.
+        deadline_seconds: by which it failed; 0 = it has not, or an earlier release has written so.
     """
 
     revision: str = ""
@@ -47,6 +48,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     done: bool = False
     idle: bool = False
     failed: bool = False
+    deadline_seconds: float = 0.0
 
     @property
     def text(self) -> str:
@@ -98,12 +100,20 @@ def _json(value: msgspec.Struct) -> str:
     return msgspec.json.encode(value, order="deterministic").decode()
 
 
-def begin(state: State, revision: str, generation: int, now: float) -> State:
+def begin(
+    state: State, revision: str, generation: int, now: float, deadline_seconds: float
+) -> State:
     """The state of the rollout to `revision`: the present one, or a new one. An edit of the
-    resource starts the clock of an unfinished rollout again."""
+    resource starts the clock of an unfinished rollout again; so does more time that of one that
+    has failed."""
     if state.revision != revision:
         return State(revision=revision, generation=generation, since_seconds=now)
-    if state.generation != generation and not state.done and not state.failed:
+    if state.failed:
+        if 0 < state.deadline_seconds < deadline_seconds:
+            return State(revision=revision, generation=generation, since_seconds=now)
+        known = state.deadline_seconds or deadline_seconds
+        return msgspec.structs.replace(state, deadline_seconds=known)
+    if state.generation != generation and not state.done:
         return msgspec.structs.replace(state, generation=generation, since_seconds=now)
     return state
 
@@ -138,7 +148,7 @@ def advance(
     if num_serving > state.num_serving:
         state = msgspec.structs.replace(state, num_serving=num_serving, since_seconds=now)
     if seconds_left(state, pods, revisions, now, deadline_seconds) <= 0:
-        return msgspec.structs.replace(state, failed=True)
+        return msgspec.structs.replace(state, failed=True, deadline_seconds=deadline_seconds)
     return state
 
 

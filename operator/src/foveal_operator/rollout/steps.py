@@ -22,7 +22,7 @@ from foveal_operator.rollout.record import State
 from foveal_operator.rollout.view import Body, Pod, Pods, template_group
 
 UNSCHEDULABLE_SECONDS = 60.0
-"""An extra engine that no node takes for so long shows that the spare device is gone."""
+"""An extra engine that nothing takes for so long shows that the spare device is not to be had."""
 OUTAGE = "nothing serves until the new engine has loaded"
 
 
@@ -115,18 +115,24 @@ def choose(
     engine_revision: str,
     num_engines: int,
     free_devices: int | None,
+    *,
+    has_no_room: bool = False,
 ) -> State:
     """`state` with a strategy, once an engine of another revision is there to be replaced.
 
     A choice is kept for the whole rollout: the extra engine itself takes the device that spoke for
-    it. Only when no node takes that engine, Auto goes on without it.
+    it. Only when no node, queue or quota takes that engine, Auto goes on without it.
+
+    Args:
+        has_no_room: a quota refuses another engine, and will not refuse one in the place of an old
+            one.
     """
     wish = asked(inference)
     if state.strategy and state.asked == wish:
-        if not _is_surge_stuck(state, inference, pods, num_engines):
+        why = _why_no_surge(state, inference, pods, num_engines, has_no_room)
+        if not why:
             return state
-        kind, why = "FreeFirst", "the spare device was taken"
-        return _chosen(state, inference, wish, kind, why, num_engines, 0)
+        return _chosen(state, inference, wish, "FreeFirst", why, num_engines, 0)
     if all(pod.revision == engine_revision for pod in pods.engines):
         return msgspec.structs.replace(state, asked="", strategy="", why="", num_surge=0)
     kind, why, num_surge = _kind(inference, free_devices)
@@ -171,15 +177,19 @@ def _chosen(
     return msgspec.structs.replace(state, asked=wish, strategy=kind, why=why, num_surge=num_surge)
 
 
-def _is_surge_stuck(state: State, inference: InferenceSpec, pods: Pods, num_engines: int) -> bool:
+def _why_no_surge(
+    state: State, inference: InferenceSpec, pods: Pods, num_engines: int, has_no_room: bool
+) -> str:
+    """Why Auto does not wait for the extra engine any longer; "" while it does."""
     if state.strategy != "Surge" or inference.spec.rollout.strategy != "Auto":
-        return False
-    return any(
-        pod.ordinal >= num_engines
-        and pod.is_unschedulable
-        and pod.age_seconds > UNSCHEDULABLE_SECONDS
-        for pod in pods.engines
-    )
+        return ""
+    extra = [pod for pod in pods.engines if pod.ordinal >= num_engines]
+    late = [pod for pod in extra if pod.age_seconds > UNSCHEDULABLE_SECONDS]
+    if any(pod.is_unschedulable for pod in late):
+        return "the spare device was taken"
+    if any(pod.is_queued for pod in late):
+        return "the queue admits no other engine"
+    return "the quota has no room for another engine" if has_no_room and not extra else ""
 
 
 HOLD_SECONDS = 30 * 24 * 3600

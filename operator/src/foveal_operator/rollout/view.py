@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from foveal_operator.kube.kinds import CLAIM_TEMPLATE, CONFIG_MAP
 from foveal_operator.kube.types import Obj, ObjectKey, condition
 from foveal_operator.manifests.pods import QUEUE_LABEL, REVISION_LABEL, SESSION_GROUP_LABEL
 from foveal_operator.pods.diagnose import diagnose, is_gated, is_ready
+from foveal_runtime.plan.quantity import parse
 
 Body = dict[str, Any]
 
@@ -34,6 +36,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
         sessions: engine pod -> frontends that have a session with it, of pods that answered.
         load: engine pod -> requests in it, of pods that answered; the idle go first.
         announced: `status.rolloutStrategy` as stored: an outage is announced before it begins.
+        refused: why the StatefulSet can create no pod, in the API server's words.
         now: seconds since the epoch.
     """
 
@@ -50,6 +53,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     sessions: Mapping[str, int] = {}
     load: Mapping[str, int] = {}
     announced: str = ""
+    refused: str = ""
     now: float
 
 
@@ -99,6 +103,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         ordinal: of an engine; -1 for a frontend.
         serves: ready and, for an engine, with a session.
         is_hopeless: not ready for a cause that time alone seldom heals (crash, image, no node).
+        is_queued: a queue has not admitted it yet.
         age_seconds: since its creation.
         admitted_seconds: since it has a node, 0 before that; no end where neither a queue nor a
             missing node held it back.
@@ -115,6 +120,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     serves: bool
     is_hopeless: bool = False
     is_unschedulable: bool = False
+    is_queued: bool = False
     age_seconds: float = 0.0
     admitted_seconds: float = math.inf
     load: int = 0
@@ -140,6 +146,22 @@ def _template_label(workload: Obj | None, label: str) -> str:
         return ""
     metadata = workload["spec"]["template"].get("metadata", {})
     return str(metadata.get("labels", {}).get(label, ""))
+
+
+def takes_no_more(template: Obj, pod: Obj) -> bool:
+    """Whether a quota that has room for the pod has room for one of the template in its place."""
+    before = _asked(pod)
+    return all(amount <= before.get(what, 0) for what, amount in _asked(template).items())
+
+
+def _asked(pod: Obj) -> dict[tuple[str, str], Fraction]:
+    """Requests and limits of all containers together."""
+    found: dict[tuple[str, str], Fraction] = {}
+    for container in pod.get("spec", {}).get("containers") or ():
+        for part in ("requests", "limits"):
+            for name, amount in (container.get("resources", {}).get(part) or {}).items():
+                found[part, name] = found.get((part, name), Fraction(0)) + parse(str(amount))
+    return found
 
 
 def objects_in_use(pods: Iterable[Obj]) -> set[ObjectKey]:
@@ -193,6 +215,7 @@ def _pod(view: RolloutView, raw: Obj, *, serves: bool) -> Pod:
         serves=serves,
         is_hopeless=failure is not None and failure.reason is not reasons.QUEUED,
         is_unschedulable=failure is not None and failure.reason is reasons.UNSCHEDULABLE,
+        is_queued=failure is not None and failure.reason is reasons.QUEUED,
         age_seconds=max(0.0, view.now - seconds(metadata.get("creationTimestamp"))),
         admitted_seconds=_admitted_seconds(view, raw),
         load=view.load.get(name, 0),
