@@ -12,7 +12,8 @@ import pytest
 from foveal_operator.rollout import RolloutDecision, decide, needs_devices
 from foveal_operator.rollout.steps import OUTAGE
 from foveal_operator.rollout.view import template_revision
-from foveal_operator.status.report import Observed, report
+from foveal_operator.status.report import report
+from foveal_operator.status.verdicts import Observed
 from tests.support.sim_cluster import (
     DEADLINE_SECONDS,
     TICK_SECONDS,
