@@ -75,9 +75,6 @@ def test_the_table_of_illegal_resources_is_long_enough() -> None:
     assert len(ILLEGAL) + len(TOGETHER) >= 60
 
 
-OLD_CACHE = {"claimName": "weights"}
-
-
 @pytest.mark.parametrize(("old", "new", "field"), TRANSITIONS)
 def test_what_cannot_change_is_refused(
     old: dict[str, str], new: dict[str, str] | None, field: str
