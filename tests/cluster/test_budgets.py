@@ -58,9 +58,9 @@ def ask(url: str, image: bytes) -> str:
     raise OSError("refused 20 times with 429")
 
 
-def soak(url: str, num_requests: int, enough: threading.Event | None = None) -> list[str]:
+def soak(url: str, num_requests: int) -> list[str]:
     """Nine of ten requests bring a new image; the first tenth are the largest, of all clients at
-    once. Returns what failed. Ends early once `enough` is set."""
+    once. Returns what failed."""
     print(f"seed {SEED}")
     each = num_requests // NUM_CLIENTS
 
@@ -69,8 +69,6 @@ def soak(url: str, num_requests: int, enough: threading.Event | None = None) -> 
         known = picture(random_, SIDE)
         failures = []
         for turn in range(each):
-            if enough is not None and enough.is_set():
-                break
             side = SIDE if turn < each // 10 else random_.choice((SIDE // 4, SIDE // 2, SIDE))
             image = known if random_.random() < 0.1 else picture(random_, side)
             try:

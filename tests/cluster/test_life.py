@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from foveal_operator.common.clock import seconds
-from foveal_operator.status.report import SETTLE_SECONDS
+from foveal_operator.status.verdicts import SETTLE_SECONDS
 from tests.support.node import commands
 from tests.support.node.questions import ANSWERS, QUESTIONS, asking, wrong_answers
 from tests.support.node.rolls import ready, roll

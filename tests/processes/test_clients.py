@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import httpx
 import openai
@@ -45,16 +46,25 @@ def test_openai_sync_streaming_and_not(client, samples, longest_reply):
         assert whole.usage.completion_tokens > 0
 
 
-def test_the_pages_program_prints_what_the_page_says(shared):
-    """The blocks `python run` of the page, as one program."""
-    page = (ROOT / "docs/how-to/clients.md").read_text(encoding="utf-8")
-    blocks = split(page)[1]
-    program = "".join(block.text for block in blocks if block.info == "python run")
-    wanted = "".join(block.text for block in blocks if block.info == "text output")
-    address = "http://127.0.0.1:8000/v1"
-    assert program.count(address) == 1
+def _program_of_the_page(info: str) -> tuple[str, str]:
+    """The blocks of this kind as one program, and what they must print."""
+    blocks = split((ROOT / "docs/how-to/clients.md").read_text(encoding="utf-8"))[1]
+    pairs = [(block, after) for block, after in pairwise(blocks) if block.info == info]
+    outputs = (after.text for _, after in pairs if after.info == "text output")
+    return "".join(block.text for block, _ in pairs), "".join(outputs)
+
+
+@pytest.mark.parametrize(
+    ("info", "program", "num_addresses"),
+    [("python run", [sys.executable, "-c"], 1), ("bash", ["bash", "-euc"], 2)],
+)
+def test_the_pages_program_prints_what_the_page_says(shared, info, program, num_addresses):
+    """The page's curls named an image on a host that no server fetches from."""
+    text, wanted = _program_of_the_page(info)
+    address = "http://127.0.0.1:8000"
+    assert text.count(address) == num_addresses
     done = subprocess.run(
-        [sys.executable, "-c", program.replace(address, shared[1].url + "/v1")],
+        [*program, text.replace(address, shared[1].url)],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

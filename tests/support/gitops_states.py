@@ -10,7 +10,8 @@ from typing import Any
 from foveal_operator.api import reasons
 from foveal_operator.api.parse import SpecError, parse
 from foveal_operator.kube.types import Obj
-from foveal_operator.status.report import Observed, plain, report
+from foveal_operator.status.report import plain, report
+from foveal_operator.status.verdicts import Observed
 from tests.support.observed_status import (
     BASE,
     NOW,

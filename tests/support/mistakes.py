@@ -91,6 +91,8 @@ FILES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("/no/such/model", lambda _: None,
      "there is no directory /no/such/model: /no does not exist; a model of the Hugging Face hub is "
      "written ORG/NAME"),
+    ("/no-such-model", lambda _: None,
+     "there is no directory /no-such-model: a model of the Hugging Face hub is written ORG/NAME"),
     ("a" * 300, lambda _: None, f"{'a' * 300}: File name too long"),
     ("Qwen3-VL", lambda _: None,
      "there is no directory Qwen3-VL: a model of the Hugging Face hub is written ORG/NAME"),

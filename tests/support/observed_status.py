@@ -15,7 +15,8 @@ from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.model.flow import ModelDecision
 from foveal_operator.pods.metrics import PodReports
 from foveal_operator.rollout import RolloutDecision
-from foveal_operator.status.report import Observed, report
+from foveal_operator.status.report import report
+from foveal_operator.status.verdicts import Observed
 from tests.support.budget_samples import VLM
 from tests.support.regenerate import FACTS, planned
 from tests.support.samples import put, resource

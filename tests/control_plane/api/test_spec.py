@@ -47,11 +47,33 @@ def test_parts_that_contradict_each_other_are_refused(changes: dict[str, Any], f
     refused(obj, field)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("spec.engin", {}, "spec.engin: unknown field (did you mean engine?)"),
+        ("spec.engine.lora", {"adapters": [{"nam": "a"}]},
+         "spec.engine.lora.adapters[0].nam: unknown field (did you mean name?)"),
+        ("spec.engine.gpus", 1, "spec.engine.gpus: unknown field"),
+        ("spec.engine.hostMemory", 3, "spec.engine.hostMemory: is 3; write a string"),
+        ("spec.engine.replicas", -1, "spec.engine.replicas: is -1; write an integer >= 0"),
+        ("spec.engine.dtype", "fp16",
+         'spec.engine.dtype: is "fp16"; write one of auto, bfloat16, float16, float32'),
+        ("spec.modalities", [], "spec.modalities: is a list; write a mapping"),
+        ("spec.networking.service", {"annotations": {"a": 1}},
+         "spec.networking.service.annotations[...]: is an integer; write a string"),
+        ("spec.networking.service", {"annotations": {1: "a"}},
+         "spec.networking.service.annotations: a key is an integer; write a string"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_field_value_and_fix(path: str, value: Any, message: str) -> None:
+    """They read as a library's: expected `str | null`, got `int`."""
+    with pytest.raises(SpecError) as caught:
+        parse(put(resource(), path, value))
+    assert str(caught.value) == message
+
+
 def test_the_table_of_illegal_resources_is_long_enough() -> None:
     assert len(ILLEGAL) + len(TOGETHER) >= 60
-
-
-OLD_CACHE = {"claimName": "weights"}
 
 
 @pytest.mark.parametrize(("old", "new", "field"), TRANSITIONS)

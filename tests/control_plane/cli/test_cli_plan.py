@@ -186,6 +186,14 @@ def test_help_tells_exit_codes(command: list[str], capsys: Any) -> None:
     assert "exit codes" in capsys.readouterr().out
 
 
+def test_an_unknown_device_is_not_one_of_no_memory(capsys: Any) -> None:
+    """It said: limit 0.00 GiB, Pinned."""
+    assert plan((EXAMPLES / "mmi-minimal.yaml", QWEN)) == 3
+    out = capsys.readouterr().out
+    assert "\nDevice of an engine  limit unknown\n" in out
+    assert "0.00 GiB, Pinned" not in out
+
+
 @pytest.mark.parametrize(
     ("name", "profile", "more"),
     [

@@ -13,7 +13,7 @@ from foveal_operator.kube.lease import LeaseSettings
 from foveal_operator.kube.types import Obj
 from foveal_operator.pods.probes import PodReports
 from foveal_operator.process.main import STUCK_SECONDS, Operator, main
-from foveal_operator.process.options import Options
+from foveal_operator.process.options import Options, parser
 from foveal_operator.reconcile.observe import Settings
 from foveal_operator.telemetry.series import Telemetry
 from foveal_operator.testing.fake_cluster import FakeCluster
@@ -94,6 +94,13 @@ def time() -> FakeTime:
 @pytest.fixture
 def cluster() -> FakeCluster:
     return with_claim(FakeCluster(missing=OPTIONAL_KINDS))
+
+
+def test_help_says_every_flags_default() -> None:
+    """`--renew-seconds RENEW_SECONDS` stood there alone."""
+    for action in parser()._actions[1:]:
+        assert action.help, action.dest
+        assert "(default: " in action.help, action.dest
 
 
 async def test_it_waits_for_the_definition_and_then_works(

@@ -13,7 +13,8 @@ from foveal_operator.rollout import RolloutDecision, decide, needs_devices
 from foveal_operator.rollout.record import State, begin
 from foveal_operator.rollout.steps import OUTAGE
 from foveal_operator.rollout.view import template_revision
-from foveal_operator.status.report import Observed, report
+from foveal_operator.status.report import report
+from foveal_operator.status.verdicts import Observed
 from tests.support.sim_cluster import (
     DEADLINE_SECONDS,
     QUOTA_EXCEEDED,

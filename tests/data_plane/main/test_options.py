@@ -59,6 +59,18 @@ def test_help_has_groups_and_says_every_default(capsys: Any) -> None:
             assert "(default: " in action.help, action.dest
 
 
+@pytest.mark.parametrize("command", ["fetch", "profile"])
+def test_help_of_the_other_commands_says_every_default_too(command: str, capsys: Any) -> None:
+    """`--max-pixels MAX_PIXELS` stood there alone."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "exit codes:" in capsys.readouterr().out
+    commands = next(a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for action in commands.choices[command]._actions[1:]:
+        assert action.help, action.dest
+        assert not action.option_strings or "(default: " in action.help, action.dest
+
+
 def test_every_option_is_a_field_of_the_documents_or_of_the_command() -> None:
     own = {"model", "config", "print_config", "plan", "memory", "revision", "profile",
            "start_timeout_seconds"}  # fmt: skip

@@ -112,21 +112,12 @@ class Nodes:
             assert not self.defects, self.defects
 
     # --- what tests say ------------------------------------------------------------------------
-    def fate(
-        self, fate: Fate, component: str = "", name: str = "", image: str = "", revision: str = ""
-    ) -> None:
-        """From now on pods of a component, name, image or revision label end so; the last rule
-        that fits counts."""
+    def fate(self, fate: Fate, component: str = "") -> None:
+        """From now on pods of a component, or all, end so; the last rule that fits counts."""
 
         def fits(pod: Obj) -> bool:
             labels = pod["metadata"].get("labels", {})
-            images = [container["image"] for container in pod["spec"]["containers"]]
-            return (
-                component in ("", labels.get("app.kubernetes.io/component"))
-                and name in ("", pod["metadata"]["name"])
-                and (not image or image in images)
-                and (not revision or revision in labels.values())
-            )
+            return component in ("", labels.get("app.kubernetes.io/component"))
 
         self._rules.append((fits, fate))
 

@@ -6,7 +6,9 @@ schema and its CEL check, so that `foveal plan` refuses what the API server woul
 
 from __future__ import annotations
 
+import difflib
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,7 +29,9 @@ from foveal_operator.api.spec import MultiModalInferenceSpec
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_LOCATED = re.compile(
+    r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$\.?(?P<path>[^`]*)`)?", re.DOTALL
+)
 
 
 class SpecError(Exception):
@@ -80,9 +84,10 @@ def parse(obj: object) -> InferenceSpec:
     if not isinstance(obj.get("spec"), Mapping):
         raise SpecError([*problems, ("spec", "is missing")])
     try:
-        spec = msgspec.convert(_without_nulls(obj["spec"]), MultiModalInferenceSpec)
+        given = _without_nulls(obj["spec"])
+        spec = msgspec.convert(given, MultiModalInferenceSpec)
     except msgspec.ValidationError as error:
-        raise SpecError([*problems, _located(str(error))]) from error
+        raise SpecError([*problems, _located(str(error), given)]) from error
     problems += rule_problems(spec, "spec")
     served = spec.model.name or metadata.get("name")
     if spec.engine.lora and any(one.name == served for one in spec.engine.lora.adapters):
@@ -152,17 +157,77 @@ def _header_problems(
         yield "metadata.namespace", f"{namespace!r} must be a DNS label"
 
 
-def _located(message: str) -> tuple[str, str]:
+def _located(message: str, spec: object) -> tuple[str, str]:
+    """msgspec's own message about `spec`, as a field and what to write there."""
     match = _LOCATED.fullmatch(message)
     assert match is not None
     path, what = match["path"] or "", match["what"]
-    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what)
-    if unknown:
-        return _join("spec", path, unknown[1]), "unknown field"
-    missing = re.fullmatch(r"Object missing required field `(.*)`", what)
-    if missing:
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what):
+        close = difflib.get_close_matches(unknown[1], _choices(path), 1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        return _join("spec", path, unknown[1]), f"unknown field{meant}"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
         return _join("spec", path, missing[1]), "is required"
-    return _join("spec", path), what[:1].lower() + what[1:]
+    where = _join("spec", path)
+    if what.startswith("Invalid enum value"):
+        return where, f"is {_shown(spec, path)}; write one of {', '.join(_choices(path))}"
+    if expected := re.fullmatch(r"Expected `([^`]+)`(?:, got `(.*)`|(?P<bound> .*))?", what):
+        kinds = [_KINDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
+        is_now = _shown(spec, path) or _KINDS.get(expected[2], "")
+        wanted = " or ".join(kinds) + (expected["bound"] or "")
+        subject = "a key " if match["key"] else ""
+        return where, subject + (f"is {is_now}; write {wanted}" if is_now else f"must be {wanted}")
+    return where, what[:1].lower() + what[1:]
+
+
+_KINDS = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def _steps(path: str) -> list[str]:
+    """`lora.adapters[0].name` as its four parts."""
+    return re.findall(r"\[[^\]]*\]|[^.\[\]]+", path)
+
+
+def _shown(spec: object, path: str) -> str:
+    """The scalar at `path`; empty where msgspec does not say which key it is, or for a mapping."""
+    value: Any = spec
+    for step in _steps(path):
+        if step == "[...]":
+            return ""
+        value = value[int(step[1:-1]) if step.startswith("[") else step]
+    return "" if isinstance(value, Mapping | list) else json.dumps(value, ensure_ascii=False)
+
+
+def _choices(path: str) -> list[str]:
+    """Names of the fields, or the values, that may stand at `path`."""
+    info = inspect.type_info(MultiModalInferenceSpec)
+    for step in _steps(path):
+        if isinstance(info, inspect.StructType):
+            info = next(field.type for field in info.fields if field.encode_name == step)
+        else:
+            assert isinstance(info, inspect.VarTupleType)
+            info = info.item_type
+        info = _plain(info)
+    if isinstance(info, inspect.StructType):
+        return [field.encode_name for field in info.fields]
+    return [str(value) for value in info.values] if isinstance(info, inspect.LiteralType) else []
+
+
+def _plain(info: inspect.Type) -> inspect.Type:
+    """Without bounds, and without null."""
+    while isinstance(info, inspect.Metadata | inspect.UnionType):
+        if isinstance(info, inspect.Metadata):
+            info = info.type
+        else:
+            info = next(one for one in info.types if not isinstance(one, inspect.NoneType))
+    return info
 
 
 def _join(*parts: str) -> str:

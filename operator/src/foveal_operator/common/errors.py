@@ -18,8 +18,8 @@ EXIT_INTERRUPTED = 130
 
 EXIT_CODES = """\
 exit codes:
-  0    well: fits, nothing to change, ready, drained
-  1    the answer is no: changes are due, a check failed, a process died
+  0    success: the plan fits, nothing would change, ready, drained
+  1    a negative answer: something would change, a check failed, a process died
   2    wrong arguments, resource, podTemplate or profile
   3    the budgets do not fit
   4    the cluster cannot be reached, refuses, or has no such resource

@@ -1,7 +1,7 @@
 """Diagnosis of pods that do not serve: one reason and the last failure, from raw pods. Pure.
 
-Called by status/report.py. Reads what the kubelet and the scheduler wrote; never guesses from logs
-beyond the termination message.
+Called by status/verdicts.py and status/report.py. Reads what the kubelet and the scheduler wrote;
+never guesses from logs beyond the termination message.
 """
 
 from __future__ import annotations

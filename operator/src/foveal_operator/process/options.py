@@ -52,41 +52,60 @@ def parser(environment: Mapping[str, str] = {}) -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     add = found.add_argument
-    add("--namespaces", default="", help="comma-separated; default: the whole cluster")
-    add("--runtime-image", default=Settings().runtime_image, help="image of new resources' pods")
-    add("--leader-elect", default="true", choices=["true", "false"], help="default: true")
-    add("--lease-namespace", default="", help="default: POD_NAMESPACE, else default")
-    add("--lease-name", default="foveal-operator")
-    add("--lease-seconds", type=float, default=15.0)
-    add("--renew-seconds", type=float, default=10.0)
-    add("--retry-seconds", type=float, default=1.5)
-    add("--resync-seconds", type=float, default=600.0, help="look at everything so often")
-    add("--workers", type=int, default=8, help="resources worked on at a time (default: 8)")
+    add("--namespaces", default="", metavar="NAMES",
+        help="namespaces to watch, with commas (default: all)")  # fmt: skip
+    add("--runtime-image", default=Settings().runtime_image, metavar="IMAGE",
+        help="image of pods whose resource names none (default: %(default)s)")  # fmt: skip
+    add("--leader-elect", default="true", choices=["true", "false"],
+        help="write only while holding a Lease (default: true)")  # fmt: skip
+    add("--lease-namespace", default="", metavar="NAMESPACE",
+        help="namespace of the Lease (default: POD_NAMESPACE, else default)")  # fmt: skip
+    add("--lease-name", default="foveal-operator", metavar="NAME",
+        help="name of the Lease (default: %(default)s)")  # fmt: skip
+    add("--lease-seconds", type=float, default=15.0, metavar="SECONDS",
+        help="time after which others may take the Lease (default: %(default)g)")  # fmt: skip
+    add("--renew-seconds", type=float, default=10.0, metavar="SECONDS",
+        help="time without renewal after which the holder ends (default: %(default)g)")  # fmt: skip
+    add("--retry-seconds", type=float, default=1.5, metavar="SECONDS",
+        help="time between two renewals (default: %(default)g)")  # fmt: skip
     add(
-        "--bind",
-        default=":8080",
-        metavar="[HOST]:PORT",
-        help="/livez, /readyz, /metrics; without HOST on all addresses, IPv4 and IPv6",
+        "--resync-seconds",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="time between two full reconciles of every resource (default: %(default)g)",
     )
-    add("--cluster-domain", default="cluster.local")
-    add("--monitoring-namespace", default="monitoring", help="may scrape pods; see NetworkPolicy")
-    add("--runbooks", default=RUNBOOKS, metavar="URL", help="alerts link to pages below it")
+    add("--workers", type=int, default=8, metavar="N",
+        help="resources that are reconciled at a time (default: %(default)s)")  # fmt: skip
+    add("--bind", default=":8080", metavar="[HOST]:PORT",
+        help="address of /livez, /readyz and /metrics (default: %(default)s, all addresses, IPv4 "
+        "and IPv6)")  # fmt: skip
+    add("--cluster-domain", default="cluster.local", metavar="DOMAIN",
+        help="DNS domain of the cluster (default: %(default)s)")  # fmt: skip
     add(
-        "--rules",
+        "--monitoring-namespace",
+        default="monitoring",
+        metavar="NAMESPACE",
+        help="namespace that NetworkPolicies let scrape engines (default: %(default)s)",
+    )
+    add("--runbooks", default=RUNBOOKS, metavar="URL",
+        help="address of the runbooks that alerts link to (default: %(default)s)")  # fmt: skip
+    add("--rules", default="", metavar="FILE",
+        help="groups of the PrometheusRules, as YAML (default: built in)")  # fmt: skip
+    add("--dashboards", default="", metavar="DIRECTORY",
+        help="dashboards, *.json (default: built in)")  # fmt: skip
+    add(
+        "--kubeconfig",
         default="",
         metavar="FILE",
-        help="PrometheusRule groups, as YAML; default: built in",
+        help="how to reach the cluster (default: the pod's service account, else KUBECONFIG)",
     )
-    add(
-        "--dashboards",
-        default="",
-        metavar="DIRECTORY",
-        help="dashboards, *.json; default: built in",
-    )
-    add("--kubeconfig", default="", help="default: the pod's service account, else KUBECONFIG")
-    add("--context", default="", help="context of the kubeconfig")
-    add("--log-format", default="json", choices=["json", "text"])
-    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    add("--context", default="", metavar="NAME",
+        help="context of the kubeconfig (default: its current one)")  # fmt: skip
+    add("--log-format", default="json", choices=["json", "text"],
+        help="format of the log on standard error (default: %(default)s)")  # fmt: skip
+    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        help="least severe lines that are logged (default: %(default)s)")  # fmt: skip
     given = {
         action.dest: environment[name]
         for action in found._actions

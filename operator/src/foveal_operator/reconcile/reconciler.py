@@ -54,7 +54,7 @@ from foveal_operator.reconcile.observe import COMPONENT, Observer, Settings
 from foveal_operator.reconcile.prune import unwanted_now
 from foveal_operator.reconcile.report import Teller
 from foveal_operator.status.conditions import Verdict, verdict
-from foveal_operator.status.report import SETTLE_SECONDS
+from foveal_operator.status.verdicts import SETTLE_SECONDS
 from foveal_operator.telemetry.series import Telemetry
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,8 @@ from foveal_operator.status.conditions import (
     verdict,
 )
 from foveal_operator.status.gauges import ColdStarts
-from foveal_operator.status.report import Observed, plain, report
+from foveal_operator.status.report import plain, report
+from foveal_operator.status.verdicts import Observed
 from foveal_operator.telemetry.series import Telemetry
 from foveal_runtime.plan.budget.types import BudgetPlan
 

@@ -1,7 +1,7 @@
 """Conditions: verdicts and what is made of them, and the questions about live objects that the
 status and the Events rest on. Pure.
 
-Used by status/report.py, which finds most verdicts, and by the reconciler for what keeps a pass
+Used by status/verdicts.py, which finds most of them, and by the reconciler for what keeps a pass
 from its end.
 """
 

@@ -75,14 +75,20 @@ def parser(defaults: Mapping[str, Any] | None = None) -> argparse.ArgumentParser
     launch.add_argument("--config", required=True, help="JSON document")
     launch.add_argument("--runtime", default="", help=argparse.SUPPRESS)
     fetch = commands.add_parser(
-        "fetch", help="download a model (hf://, s3:// or oci://) into a directory"
+        "fetch",
+        help="download a model (hf://, s3:// or oci://) into a directory",
+        description="Downloads a model. Repeat the command to continue an interrupted download.",
+        epilog=_FETCH_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     fetch.add_argument("uri", help="hf://ORG/NAME, s3://BUCKET/PREFIX or oci://REGISTRY/NAME:TAG")
     fetch.add_argument("--to", metavar="DIRECTORY",
-                       help="default: one in ~/.cache/foveal/models, which is printed")  # fmt: skip
-    fetch.add_argument("--revision", default="", help="branch, tag or commit of a hf:// model")
+                       help="where to (default: one in ~/.cache/foveal/models, which is "
+                       "printed)")  # fmt: skip
+    fetch.add_argument("--revision", default="",
+                       help="branch, tag or commit of a hf:// model (default: main)")  # fmt: skip
     fetch.add_argument("--metrics-port", type=port, default=0, metavar="PORT",
-                       help="serve the progress at /metrics there; 0 (default): not")  # fmt: skip
+                       help="port whose /metrics shows the progress (default: none)")  # fmt: skip
     _add_profile(commands)
     return parser
 
@@ -91,40 +97,74 @@ def _add_profile(commands: Any) -> None:
     profile = commands.add_parser(
         "profile",
         help="what a model costs, as JSON",
-        description="Predicts what a model costs from config.json, the processor's files and the "
-        "headers of the weight files. Weights are not read; with --assume-dtype they need not be "
-        "there.",
+        description="Predicts what a model costs from config.json, the processor's files and the\n"
+        "headers of the weight files. Weights are not read; with --assume-dtype they need\n"
+        "not be there.",
+        epilog=_PROFILE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    profile.add_argument("model")
-    profile.add_argument("--measure", action="store_true", help="load the model and measure")
-    profile.add_argument("--max-pixels", type=pixels, default=64_000_000)
-    profile.add_argument("--resize-to-pixels", type=pixels_or_off, default=0, metavar="PIXELS",
-                         help="larger images are shrunk to so many; 0 (default): off")  # fmt: skip
-    profile.add_argument("--max-video-pixels", type=pixels_or_off, default=0,
-                         help="0: as --max-pixels")  # fmt: skip
-    profile.add_argument("--resize-video-to-pixels", type=pixels_or_off, metavar="PIXELS",
-                         default=DEFAULT_VIDEO_PIXELS,
-                         help="frames of videos likewise")  # fmt: skip
-    profile.add_argument("--max-frames", type=positive, default=DEFAULT_VIDEO_FRAMES)
-    profile.add_argument("--max-seconds", type=seconds, default=600.0)
-    profile.add_argument("--max-audio-seconds", type=seconds, default=0.0,
-                         help="0: as --max-seconds")  # fmt: skip
-    profile.add_argument("--max-num-batched-tokens", type=positive, default=2048)
-    profile.add_argument("--dtype", default="auto", choices=DTYPES)
-    profile.add_argument("--quantization", default="auto", choices=QUANTIZATIONS, help="at load")
-    profile.add_argument("--assume-dtype", default="",
-                         choices=["float32", "bfloat16", "float16"],
-                         help="the type of weights that are not there: their bytes follow from "
-                         "config.json")  # fmt: skip
-    profile.add_argument("--device", default="cpu", help="cpu or cuda: where it is to run")
-    profile.add_argument("--no-processes", dest="processes", action="store_false",
-                         help="do not start processes to see what they take")  # fmt: skip
-    profile.add_argument("--output", default="", metavar="FILE",
-                         help="one compact line into FILE instead of standard output")  # fmt: skip
+    add = profile.add_argument
+    add("model", metavar="MODEL", help="a directory with a Hugging Face checkpoint")
+    add("--measure", action="store_true",
+        help="load the model on --device and measure (default: predict)")  # fmt: skip
+    add("--max-pixels", type=pixels, default=64_000_000, metavar="PIXELS",
+        help="largest image (default: %(default)s)")  # fmt: skip
+    add("--resize-to-pixels", type=pixels_or_off, default=0, metavar="PIXELS",
+        help="larger images are shrunk to this size (default: off)")  # fmt: skip
+    add("--max-video-pixels", type=pixels_or_off, default=0, metavar="PIXELS",
+        help="largest frame of a video (default: as --max-pixels)")  # fmt: skip
+    add("--resize-video-to-pixels", type=pixels_or_off, metavar="PIXELS",
+        default=DEFAULT_VIDEO_PIXELS,
+        help="larger frames are shrunk to this size, 0 is off (default: %(default)s)")  # fmt: skip
+    add("--max-frames", type=positive, default=DEFAULT_VIDEO_FRAMES, metavar="N",
+        help="frames that are kept of a video (default: %(default)s)")  # fmt: skip
+    add("--max-seconds", type=seconds, default=600.0, metavar="SECONDS",
+        help="longest video (default: %(default)g)")  # fmt: skip
+    add("--max-audio-seconds", type=seconds, default=0.0, metavar="SECONDS",
+        help="longest audio (default: as --max-seconds)")  # fmt: skip
+    add("--max-num-batched-tokens", type=positive, default=2048, metavar="TOKENS",
+        help="tokens of the step that --measure computes (default: %(default)s)")  # fmt: skip
+    add("--dtype", default="auto", choices=DTYPES,
+        help="type of weights and activations (default: auto, as in the checkpoint)")  # fmt: skip
+    add("--quantization", default="auto", choices=QUANTIZATIONS,
+        help="what the decoder's weights are quantised to while they are loaded (default: auto, "
+        "as in the checkpoint)")  # fmt: skip
+    add("--assume-dtype", default="", choices=["float32", "bfloat16", "float16"],
+        help="type of weights that are not there; their bytes follow from config.json (default: "
+        "the weights are there)")  # fmt: skip
+    add("--device", default="cpu",
+        help="where the model is to run, cpu or cuda (default: %(default)s)")  # fmt: skip
+    add(
+        "--no-processes",
+        dest="processes",
+        action="store_false",
+        help="do not start processes to measure their memory (default: they are started)",
+    )
+    add("--output", default="", metavar="FILE",
+        help="write one compact line into FILE (default: standard output)")  # fmt: skip
+
+
+_FETCH_EPILOG = """\
+examples:
+  foveal fetch hf://Qwen/Qwen2.5-VL-7B-Instruct
+  foveal fetch s3://models/qwen --to ./qwen
+
+HF_HOME, HF_ENDPOINT and HF_TOKEN, S3_ENDPOINT_URL and AWS_*, and docker's logins are obeyed.
+
+exit codes: 0 the model is there, 2 wrong arguments or the download failed, 130 interrupted
+"""
+_PROFILE_EPILOG = """\
+examples:
+  foveal profile ./my-model > profile.json
+  foveal profile ./my-model --max-pixels 4194304 --device cuda
+
+exit codes: 0 the profile is written, 2 wrong arguments or a model that cannot be served,
+130 interrupted
+"""
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Each role imports its own room only: a frontend must not pay for torch, nor `--help` for both.
+    # Each role imports its own packages: a frontend must not pay for torch, nor `--help` for both.
     if arguments.command == "serve":
         from foveal_runtime.main.local import serve
 

@@ -95,19 +95,15 @@ def random_value(rng, schema):
     return plain[kind] if kind in plain else rng.randint(-50, 999)
 
 
-def turn_of(row, schemas, tokenizer, think=None, is_thinking=False):
-    marks = tokenizer.marks(row.literals + " ".join(think or ()))
-    return TurnFormat(row, schemas, think, is_thinking, marks)
+def turn_of(row, schemas, tokenizer):
+    return TurnFormat(row, schemas, None, False, tokenizer.marks(row.literals))
 
 
-def grammar_of(turn, choice, parallel=True, strict=False, answer="", budget=None):
-    tools = [{"name": n, "parameters": s, "strict": strict} for n, s in turn.schemas.items()]
-    think = turn.think and {
-        "start": turn.think[0], "end": turn.think[1], "is_open": turn.is_thinking, "budget": budget
-    }  # fmt: skip
+def grammar_of(turn, choice, parallel=True):
+    tools = [{"name": n, "parameters": s, "strict": False} for n, s in turn.schemas.items()]
     source = {
         "format": turn.row.name, "tools": tools, "choice": choice, "parallel": parallel,
-        "think": think, "marks": dict(turn.marks), "is_bound": bool(answer), "answer": answer,
+        "think": None, "marks": dict(turn.marks), "is_bound": False, "answer": "",
     }  # fmt: skip
     return compile_job("turn", json.loads(json.dumps(source)), True)["grammar"]
 

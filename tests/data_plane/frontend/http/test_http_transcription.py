@@ -189,3 +189,14 @@ async def test_a_model_without_audio_says_so(start) -> None:
         answer = await harness.http.post(PATH, files=FILE)
         assert answer.status_code == 400
         assert "takes no audio" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "file"
+
+
+async def test_errors_name_the_forms_fields(start) -> None:
+    """They named messages[0].content[0], which no form has."""
+    async with start() as harness:
+        form = {"prompt": harness.processor.placeholders["audio"][1]}
+        answer = await harness.http.post(PATH, files=FILE, data=form)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "prompt"), error
+    assert "messages" not in error["message"]

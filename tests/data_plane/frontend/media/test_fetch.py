@@ -285,6 +285,20 @@ async def test_urls_refused_without_any_io(url, error):
         await fetcher.fetch(url, max_bytes=10)
 
 
+@pytest.mark.parametrize(
+    ("url", "fix"),
+    [
+        ("http://cdn.example/x.png", "--allowed-domain (security.mediaSources.allowedDomains)"),
+        ("file:///x.png", "--file-root (security.mediaSources.localFiles)"),
+    ],
+)
+async def test_a_source_that_is_off_is_named_as_its_option(url, fix):
+    """Clients read `media_sources.allowed_domains`, which no user can set."""
+    with pytest.raises(MediaForbidden) as caught:
+        await Fetcher(MediaSources()).fetch(url, max_bytes=10)
+    assert fix in caught.value.message
+
+
 @pytest.mark.parametrize("host", ["adac.de", "cafe.bad", "1.fm", "x.de."])
 async def test_hosts_made_of_hex_letters_are_names(host):
     """adac.de was refused: each of its letters may stand in a number."""

@@ -29,7 +29,7 @@ def template(source: str | None, placeholder: str = "<image>") -> ChatTemplate:
 
 def test_string_templates_get_placeholders_where_the_parts_are() -> None:
     found = template(STRING_TEMPLATE)
-    assert found.content_format == "string"
+    assert found.probed.content_format == "string"
     talk = found.render([Message(role="user", content=PARTS)])
     assert talk.text == "<|user|>a\n<image>\nb<|end|><|assistant|>"
     assert found.encode(talk, add_special_tokens=False).count(IMAGE) == 1
@@ -41,7 +41,7 @@ def test_string_templates_get_placeholders_where_the_parts_are() -> None:
 
 def test_part_templates_get_parts() -> None:
     found = template(byte_tokenizer().chat_template)
-    assert found.content_format == "parts"
+    assert found.probed.content_format == "parts"
     talk = found.render([Message(role="user", content=PARTS)], add_generation_prompt=False)
     assert talk.text == "<|user|>a<image>b<|end|>"
 
@@ -128,7 +128,7 @@ def test_roles_are_bounded() -> None:
     found = template(ANY_ROLE)
     for number in range(120):
         found.render([Message(role=f"r{number}", content="a")])
-    assert len(found._parts_of) <= 64
+    assert len(found.probed._parts_of) <= 64
     many = [Message(role=f"r{number}", content="a") for number in range(17)]
     assert found.render(many[:16]).text.startswith("<|r0|>a")
     with pytest.raises(InvalidRequest, match="one role more than the 16") as caught:
@@ -181,8 +181,11 @@ def test_results_of_tools_are_one_message_of_the_user(write: str) -> None:
 
 def test_json_in_the_templates_own_text_is_no_list_of_parts() -> None:
     source = "Reply as [{'type': 'text'}]. " + byte_tokenizer().chat_template
-    assert template(source).content_format == "parts"
-    assert template("{% for m in messages %}{{ m.content }}{% endfor %}").content_format == "string"
+    assert template(source).probed.content_format == "parts"
+    assert (
+        template("{% for m in messages %}{{ m.content }}{% endfor %}").probed.content_format
+        == "string"
+    )
 
 
 PIECE = "{{ m.content if m.content is string else m.content[0].text }}"

@@ -63,11 +63,17 @@ def add_parser(commands: Commands) -> None:
     add("--profile", metavar="FILE", help="the model's costs; default: computed now")
     add("--host", default=LOOPBACK, help="address of the frontends (default: %(default)s)")
     add("--port", type=int, metavar="PORT",
-        help="of the first frontend, 0 for any (default: the resource's)")  # fmt: skip
-    add("--frontends", type=int, metavar="N", help="how many, whatever the resource asks for")
-    add("--engines", type=int, metavar="N", help="how many, whatever the resource asks for")
+        help="port of the first frontend, 0 for any (default: the resource's)")  # fmt: skip
+    add("--frontends", type=int, metavar="N", help="frontends (default: the resource's replicas)")
+    add("--engines", type=int, metavar="N", help="engines (default: the resource's replicas)")
     add("--cpu", action="store_true", help="run engines on the CPU, whatever the resource asks for")
-    add("--device-memory", type=size, default=0, metavar="SIZE", help="instead of what is found")
+    add(
+        "--device-memory",
+        type=size,
+        default=0,
+        metavar="SIZE",
+        help="memory of one device (default: as found)",
+    )
     add("--api-key-file", default="", metavar="FILE", help="for security.apiKeySecretRef")
     add("--admin-key-file", default="", metavar="FILE", help="for security.adminKeySecretRef")
     add("--injection-key-file", default="", metavar="FILE", help="for security.injection")
@@ -76,7 +82,7 @@ def add_parser(commands: Commands) -> None:
     add("--folder", metavar="DIRECTORY", help="documents, logs and warm sets (default: temporary)")
     add("--runtime", default="", metavar="PROGRAM", help="foveal-runtime to run")
     add("--start-timeout", type=duration, metavar="SECONDS",
-        help="give up then (default: the resource's progressDeadlineSeconds)")  # fmt: skip
+        help="longest start (default: the resource's progressDeadlineSeconds)")  # fmt: skip
     add("--drain-margin", type=duration, default=15.0, metavar="SECONDS",
         help="grace after the resource's drainTimeoutSeconds (default: %(default)s)")  # fmt: skip
     add("--dry-run", action="store_true", help="write the documents and name them, start nothing")

@@ -119,13 +119,15 @@ def _place(place: PlaceBudget, inference: InferenceSpec, style: Style) -> Iterat
         "device": inference.spec.engine.num_devices,
     }[place.place]
     times = "" if replicas == 1 else f"  x {replicas}"
-    limit = f"limit {format_gib(place.limit_bytes)}, {place.source}{times}"
-    yield style.bold(f"{_TITLE[place.place]}  {limit}")
+    is_known = place.limit_bytes > 0  # of a device only nodes know it, where the resource does not
+    limit = f"{format_gib(place.limit_bytes)}, {place.source}" if is_known else "unknown"
+    yield style.bold(f"{_TITLE[place.place]}  limit {limit}{times}")
     for line in place.lines:
         if line.bytes or line.is_cache:
             yield from _row(line, place, style)
-    bar = _bar(place.headroom_bytes, place.limit_bytes, style)
-    yield f"  {'headroom':<13} {format_gib(place.headroom_bytes):>13}  {bar}"
+    if is_known:
+        bar = _bar(place.headroom_bytes, place.limit_bytes, style)
+        yield f"  {'headroom':<13} {format_gib(place.headroom_bytes):>13}  {bar}"
 
 
 def _row(line: Line, place: PlaceBudget, style: Style) -> list[str]:

@@ -73,28 +73,31 @@ exit codes: 0 it holds, 1 the resource is stalled, 4 no such resource or no clus
 
 def add_parsers(commands: Commands) -> None:
     status = add_command(
-        commands, "status", "how a resource is, and why", run_status,
-        "Status: how a resource is, and why.", _STATUS_EPILOG,
+        commands, "status", "conditions, pods, caches and last failure of a resource", run_status,
+        "Shows the conditions, pods, caches and last failure of a resource, from its status.",
+        _STATUS_EPILOG,
     )  # fmt: skip
-    status.add_argument("name", nargs="?", help="of the MultiModalInference")
+    status.add_argument("name", nargs="?", help="name of the MultiModalInference")
     budget = add_command(
         commands, "budget", "planned and measured memory of a resource", run_budget,
-        "Budget: planned and measured memory of a resource.", _BUDGET_EPILOG,
+        "Shows the planned and the measured memory of a resource.", _BUDGET_EPILOG,
     )  # fmt: skip
-    budget.add_argument("name", help="of the MultiModalInference")
+    budget.add_argument("name", help="name of the MultiModalInference")
     for one in (status, budget):
         one.add_argument("-o", "--output", choices=OUTPUTS, default="table")
         add_cluster_flags(one)
     wait = add_command(
-        commands, "wait", "until a resource is ready", run_wait,
-        "Wait: until a resource is ready.", _WAIT_EPILOG,
+        commands, "wait", "wait until a resource is ready", run_wait,
+        "Waits until a resource is Ready, or until another condition holds.", _WAIT_EPILOG,
     )  # fmt: skip
-    wait.add_argument("name", help="of the MultiModalInference")
+    wait.add_argument("name", help="name of the MultiModalInference")
     wait.add_argument("--for", dest="goal", default="Ready", metavar="CONDITION",
-                      help="Ready (default), Available=False, ..., or delete")  # fmt: skip
+                      help="such as Available=False, or delete (default: Ready)")  # fmt: skip
     wait.add_argument("--timeout", type=duration, default=1800.0, metavar="TIME",
-                      help="90s, 10m, 2h; 0 looks once (default: 30m)")  # fmt: skip
-    wait.add_argument("--keep-waiting", action="store_true", help="even when it is stalled")
+                      help="longest wait, such as 90s; 0 looks once (default: 30m)")  # fmt: skip
+    wait.add_argument(
+        "--keep-waiting", action="store_true", help="wait on when the resource is stalled"
+    )
     add_cluster_flags(wait)
 
 

@@ -151,7 +151,10 @@ class Fetcher:
     # ---- file: ----------------------------------------------------------------------------------
     async def _fetch_file(self, url: str, max_bytes: int, charge: Charge) -> bytes:
         if not self.sources.file_root:
-            raise MediaForbidden("file: URLs are switched off (media_sources.file_root)")
+            raise MediaForbidden(
+                "file: URLs are switched off: send a data: URL, or start the server with "
+                "--file-root (security.mediaSources.localFiles)"
+            )
         try:
             parts = urlsplit(url)
         except ValueError as error:
@@ -206,7 +209,10 @@ class Fetcher:
         if parts.username is not None or parts.password is not None:
             raise MediaForbidden("media URL holds credentials")
         if not is_host_allowed(host, self.sources.allowed_domains):
-            raise MediaForbidden(f"host {host!r} is not allowed (media_sources.allowed_domains)")
+            raise MediaForbidden(
+                f"host {host!r} is not allowed: send a data: URL, or start the server with "
+                "--allowed-domain (security.mediaSources.allowedDomains)"
+            )
         try:
             address = ipaddress.ip_address(host.partition("%")[0])
         except ValueError:
@@ -357,7 +363,7 @@ def read_below(root: Path, path: str, max_bytes: int) -> bytes:
     relative = wanted.relative_to(root) if wanted.is_relative_to(root) else Path(path.lstrip("/"))
     real = Path(os.path.realpath(base / relative))
     if not real.is_relative_to(base):
-        raise MediaForbidden("file: path leads out of media_sources.file_root")
+        raise MediaForbidden("file: path leads out of the folder of --file-root")
     try:
         handle = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -365,7 +371,7 @@ def read_below(root: Path, path: str, max_bytes: int) -> bytes:
     try:
         # Somebody may have swapped a directory for a link since: ask what was really opened.
         if not Path(os.readlink(f"/proc/self/fd/{handle}")).is_relative_to(base):
-            raise MediaForbidden("file: path leads out of media_sources.file_root")
+            raise MediaForbidden("file: path leads out of the folder of --file-root")
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise MediaForbidden("file: path is not a regular file")

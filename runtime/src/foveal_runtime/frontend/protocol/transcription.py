@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -301,3 +301,17 @@ def chat_fields(
     elif family.marker:
         fields["skip_special_tokens"] = False  # the marker may be one
     return {"model": request.model, "messages": messages, **fields}
+
+
+def sent_paths(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The form's field of each path of the chat request, for its errors."""
+    paths = {}
+    for at, message in enumerate(messages):
+        content = f"messages[{at}].content"
+        paths[content] = "language" if message["role"] == "assistant" else "prompt"
+        if message["role"] == "user":
+            audio = [part["type"] for part in message["content"]].index("input_audio")
+            paths[f"{content}[{audio}]"] = "file"
+            paths[f"{content}[{audio}].input_audio"] = "file"
+            paths |= {f"{content}[{i}].text": "prompt" for i in range(len(message["content"]))}
+    return paths

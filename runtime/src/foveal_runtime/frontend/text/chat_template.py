@@ -7,23 +7,13 @@ words never become an item. Never looks at the media themselves.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
-import jinja2
 import msgspec
 
-from foveal_runtime.frontend.grammars.formats import (
-    FORMATS,
-    THINKING,
-    UNTOLD,
-    Format,
-    recognise,
-    render_calls,
-)
+from foveal_runtime.frontend.grammars.formats import FORMATS, render_calls
 from foveal_runtime.frontend.items.interfaces import PromptPlaceholders
 from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.items.source import Page
@@ -38,18 +28,10 @@ from foveal_runtime.frontend.protocol.messages import (
     check_variables,
 )
 from foveal_runtime.frontend.text.parts import join_messages, media_part
+from foveal_runtime.frontend.text.probed_template import TEMPLATE_ERRORS, ProbedTemplate
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
-
-_PROBE = "fovealprobe"
-_LISTED = re.compile(f"['\"]text['\"]\\s*:\\s*['\"]{_PROBE}")
-"""The probe's list of parts, written out as one."""
-_MAX_PROBED_ROLES = 64
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
-    RecursionError,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +47,7 @@ class ChatTemplate:
 
     Attributes:
         source: the template's text; None where the checkpoint has none.
-        content_format: "parts" when the template reads lists of content parts, else "string" (the
-            parts are joined by newlines and media stand there as the processor's placeholder text).
-        tool_format: how the model writes tool calls; None when the template writes them in a way
-            that is not known.
-        thinking: the markers around reasoning; None for a template that names none.
+        tool_format, thinking: as in ProbedTemplate.
     """
 
     def __init__(
@@ -82,24 +60,15 @@ class ChatTemplate:
     ) -> None:
         """`tool_template`: the checkpoint's template for requests with tools, if it has one."""
         self._tokenizer = tokenizer
-        self.source = template
         self._processor = processor
         self._placeholders = self._spellings()
-        self.content_format = "string" if template is None else self._detect()
-        self._roles: dict[str, bool] = {"system": True, "user": True, "assistant": True}
-        self._parts_of: dict[tuple[str, bool], bool] = {}
-        self._arguments_as_text = False
-        self._takes_tools = template is not None and self._probe_tools()
-        self._takes_later_systems = template is not None and self._probe_later_systems()
-        self._for_tools = (
-            ChatTemplate(tokenizer, tool_template, processor, tool_format)
-            if tool_template is not None
-            else None
-        )
-        self.tool_format = (
-            FORMATS[tool_format] if tool_format else (self._for_tools or self)._probe_calls()
-        )
-        self.thinking = next((pair for pair in THINKING if pair[1] in (template or "")), None)
+        self.source = template
+        self.probed = ProbedTemplate(tokenizer, template, tool_format)
+        self.tool_format, self.thinking = self.probed.tool_format, self.probed.thinking
+        self._for_tools: ChatTemplate | None = None
+        if tool_template is not None:
+            self._for_tools = ChatTemplate(tokenizer, tool_template, processor, tool_format)
+            self.tool_format = self._for_tools.tool_format
 
     def _spellings(self) -> dict[Modality, str]:
         found: dict[Modality, str] = {}
@@ -108,129 +77,6 @@ class ChatTemplate:
             if token_id is not None:
                 found[modality] = self._tokenizer.token(token_id) or ""
         return {modality: text for modality, text in found.items() if text}
-
-    def _detect(self) -> str:
-        """Asks the template itself: content parts come out as their text, or they do not."""
-        try:
-            out = self._apply([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
-        except (jinja2.TemplateError, TypeError, ValueError):
-            return "string"
-        return "parts" if _PROBE in out and not _LISTED.search(out) else "string"
-
-    def _takes_parts(self, role: str, has_calls: bool = False) -> bool:
-        """Whether messages of a role come as parts: some templates read the user's parts and write
-        those of others out as Python's lists."""
-        if self.content_format == "string" or role == "user":
-            return self.content_format == "parts"
-        known = self._parts_of.get((role, has_calls))
-        if known is None:
-            known = self._probe_parts(role, has_calls)
-            if role in self._roles or role == "tool":  # of which there are not many
-                self._parts_of[role, has_calls] = known
-        return known
-
-    def _probe_parts(self, role: str, has_calls: bool) -> bool:
-        named = {"name": "x", "arguments": "{}" if self._arguments_as_text else {}}
-        call = {"id": "probe1234", "type": "function", "function": named}
-        more: dict[str, Any] = {"tool_calls": [call]} if has_calls else {}
-        if role == "tool":
-            more["tool_call_id"] = call["id"]
-        before = [] if role == "system" else [self._said("user")]
-        if role == "tool":
-            before.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        after = [self._said("user")] if role == "system" else []
-        for content in ([{"type": "text", "text": _PROBE}], _PROBE):
-            try:
-                out = self._apply([*before, {"role": role, "content": content, **more}, *after])
-            except TEMPLATE_ERRORS:
-                continue
-            if _PROBE in out and not _LISTED.search(out):
-                return isinstance(content, list)
-        return True
-
-    def _said(self, role: str, text: str = "x") -> dict[str, Any]:
-        parts = [{"type": "text", "text": text}]
-        return {"role": role, "content": parts if self._takes_parts(role) else text}
-
-    def _probe_later_systems(self) -> bool:
-        """Whether system messages come out wherever they are. Some templates read the first or
-        the last one alone, others refuse a second one."""
-        roles = ("system", "system", "user", "assistant", "system", "user")
-        texts = [f"{_PROBE}{number}" for number in range(len(roles))]
-        try:
-            out = self._apply(list(map(self._said, roles, texts)))
-        except TEMPLATE_ERRORS:
-            return False
-        return all(text in out for text in texts)
-
-    def _probe_tools(self) -> bool:
-        function = {"name": _PROBE, "description": "x", "parameters": {"type": "object"}}
-        try:
-            out = self._apply(
-                [self._said("user")], tools=[{"type": "function", "function": function}]
-            )
-        except TEMPLATE_ERRORS:
-            return False
-        return _PROBE in out
-
-    def _probe_calls(self) -> Format | None:
-        """The format in which the template writes a call; where it writes none, the vocabulary
-        tells. Some templates write calls only beside tools."""
-        tool = {"type": "function", "function": {"name": "x", "description": "", "parameters": {}}}
-        is_written = False
-        for arguments, tools in product(({"a": "1"}, '{"a": "1"}'), (None, [tool])):
-            named = {"name": _PROBE, "arguments": arguments}
-            call = {"id": "probe1234", "type": "function", "function": named}
-            said = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                out = self._apply([self._said("user"), said], **({"tools": tools} if tools else {}))
-            except TEMPLATE_ERRORS:
-                continue
-            is_written |= _PROBE in out
-            if (found := recognise(out, _PROBE)) is not None:
-                self._arguments_as_text = isinstance(arguments, str)
-                return found
-        if self._takes_tools and is_written:
-            return None
-        known = (name for mark, name in UNTOLD if self._tokenizer.marks(mark))
-        name = next(known, "" if self._takes_tools else "json")
-        return FORMATS[name] if name else None
-
-    def _role(self, role: str, path: str) -> str:
-        """The template's name of a role. A template without `developer` has `system`, one without
-        `tool` reads results as the user's; another role must come out of a trial rendering."""
-        source = self.source or ""
-        if role == "developer" and "developer" not in source:
-            return "system"
-        if role in ("tool", "function"):
-            return "tool" if "'tool'" in source or '"tool"' in source else "user"
-        known = self._roles.get(role)
-        if known is None:
-            known = self._takes(role)
-            if len(self._roles) < _MAX_PROBED_ROLES:
-                self._roles[role] = known
-        if not known:
-            if role == "developer":  # for templates that write one only at the beginning
-                return "system"
-            raise InvalidRequest(
-                f"{path}.role is {role!r}, which the model's chat template does not have; use "
-                "'system', 'user', 'assistant' or 'tool'",
-                param=f"{path}.role",
-            )
-        return role
-
-    def _takes(self, role: str) -> bool:
-        try:
-            return _PROBE in self._apply([self._said("user"), self._said(role, _PROBE)])
-        except TEMPLATE_ERRORS:
-            return False
-
-    def _apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        text = self._tokenizer.hf.apply_chat_template(
-            messages, chat_template=self.source, tokenize=False, **variables
-        )
-        assert isinstance(text, str)
-        return text
 
     def render(
         self,
@@ -266,17 +112,17 @@ class ChatTemplate:
             messages,
             order,
             [self._plain(messages[at], f"messages[{at}]", parts, pages or {}) for at in order],
-            one_system=not self._takes_later_systems,
+            one_system=not self.probed.takes_later_systems,
         )
         told: dict[str, Any] = {}
         if tools:
             self._check_text(json.dumps(tools, ensure_ascii=False), "tools")
-            if self._takes_tools:
+            if self.probed.takes_tools:
                 told["tools"] = tools
             else:
                 self._tell_tools(plain, tools)
         try:
-            text = self._apply(
+            text = self.probed.apply(
                 plain,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
@@ -293,9 +139,9 @@ class ChatTemplate:
         """System messages first, for templates that take them nowhere else; media follow, since
         the prompt has them in this order."""
         order = range(len(messages))
-        if self._takes_later_systems:
+        if self.probed.takes_later_systems:
             return order
-        roles = [self._role(one.role, f"messages[{at}]") for at, one in enumerate(messages)]
+        roles = [self.probed.role(one.role, f"messages[{at}]") for at, one in enumerate(messages)]
         return sorted(order, key=lambda at: roles[at] != "system")
 
     def _tell_tools(self, plain: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
@@ -308,7 +154,7 @@ class ChatTemplate:
             f"with nothing but calls in this form:\n{example}"
         )
         if plain[0]["role"] != "system":
-            content: Any = [] if self._takes_parts("system") else ""
+            content: Any = [] if self.probed.takes_parts("system") else ""
             plain.insert(0, {"role": "system", "content": content})
         first = plain[0]
         if isinstance(first["content"], list):
@@ -323,7 +169,7 @@ class ChatTemplate:
         parts: list[MediaPart],
         pages: Mapping[str, Sequence[Page]],
     ) -> dict[str, Any]:
-        plain: dict[str, Any] = {"role": self._role(message.role, path)}
+        plain: dict[str, Any] = {"role": self.probed.role(message.role, path)}
         for name in ("name", "tool_call_id"):
             value = getattr(message, name)
             if value is not None:
@@ -343,7 +189,7 @@ class ChatTemplate:
             else:
                 content = self._with_calls(content, calls)
         has_calls = "tool_calls" in plain and plain["role"] != "system"
-        as_parts = self._takes_parts(plain["role"], has_calls)
+        as_parts = self.probed.takes_parts(plain["role"], has_calls)
         if isinstance(content, str):
             self._check_text(content, f"{path}.content")
             content_out: Any = content
@@ -368,7 +214,7 @@ class ChatTemplate:
                     arguments = found if isinstance(found, dict) else arguments
                 except (msgspec.DecodeError, RecursionError):
                     pass  # no JSON, or half a surrogate pair, which no tokenizer takes
-            if self._arguments_as_text and isinstance(arguments, dict):
+            if self.probed.arguments_as_text and isinstance(arguments, dict):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             named = {"name": function.name, "arguments": arguments}
             plain.append({"id": call.id or f"call_{index}", "type": "function", "function": named})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from foveal_runtime.frontend.text.chat_template import TEMPLATE_ERRORS
+from foveal_runtime.frontend.text.probed_template import TEMPLATE_ERRORS
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import StartupError
 

@@ -133,10 +133,11 @@ def _missing(path: Path, given: str) -> str:
             hub = f"; a model of the Hugging Face hub is then written hf://{given}"
         return f"there is no directory {given} (did you mean {close}?){hub}"
     hint = "a model of the Hugging Face hub is written ORG/NAME"
-    while not path.parent.is_dir():
-        path = path.parent
-    if len(path.parts) > 1 and path.parent != Path():
-        hint = f"{path} does not exist; {hint}"
+    first = path
+    while not first.parent.is_dir():
+        first = first.parent
+    if first != path and len(first.parts) > 1 and first.parent != Path():
+        hint = f"{first} does not exist; {hint}"
     return f"there is no directory {given}: {hint}"
 
 

@@ -67,6 +67,16 @@ def make_windows(
     return windows
 
 
+def is_decode(windows: Sequence[TokenWindow]) -> bool:
+    """One token each, none of an item, all of which go on; no prompt to score."""
+    return all(
+        w.scheduled.num_scheduled_tokens == 1
+        and w.scheduled.sample
+        and w.lo >= w.sequence.num_prompt_tokens
+        for w in windows
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class HostBatch:
     """A flat batch of n sequences and T tokens on the host; see ForwardContext for the meanings.

@@ -46,6 +46,7 @@ from foveal_runtime.model.layers.state import States
 from foveal_runtime.model.runner.batch import (
     HostBatch,
     TokenWindow,
+    is_decode,
     make_batch,
     make_windows,
     rows_of_loras,
@@ -323,7 +324,7 @@ class TorchRunner:
         spans = pool_spans(windows)
         chosen = [w for w in windows if w.scheduled.sample and not w.sequence.sampling.pooling]
         loras = any(window.sequence.lora is not None for window in windows)
-        if self._graphs and not loras and self._is_decode(windows) and self._graphs.can_run(batch):
+        if self._graphs and not loras and is_decode(windows) and self._graphs.can_run(batch):
             logits = self._graphs.run(batch, self._drawn)
         else:
             last = [w.base + w.scheduled.num_scheduled_tokens - 1 for w in chosen]
@@ -346,15 +347,6 @@ class TorchRunner:
             step.drawn.append((sequence, len(sequence.token_ids)))
             sequence.pending_row = row
             sequence.token_ids.append(PENDING)
-
-    def _is_decode(self, windows: Sequence[TokenWindow]) -> bool:
-        """One token each, none of an item, all of which go on; no prompt to score."""
-        return all(
-            w.scheduled.num_scheduled_tokens == 1
-            and w.scheduled.sample
-            and w.lo >= w.sequence.num_prompt_tokens
-            for w in windows
-        )
 
     def _forward(
         self, windows: Sequence[TokenWindow], batch: HostBatch, last: np.ndarray, is_whole: bool

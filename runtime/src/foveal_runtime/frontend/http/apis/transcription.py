@@ -14,7 +14,13 @@ from starlette.responses import PlainTextResponse, Response
 from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.grammars.reader import CallPiece
 from foveal_runtime.frontend.http.answers import Tally
-from foveal_runtime.frontend.http.apis.chat_translation import Event, answer, parsed, plan
+from foveal_runtime.frontend.http.apis.chat_translation import (
+    Event,
+    answer,
+    as_sent,
+    parsed,
+    plan,
+)
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.protocol.rules import check_extra
 from foveal_runtime.frontend.protocol.transcription import (
@@ -26,6 +32,7 @@ from foveal_runtime.frontend.protocol.transcription import (
     family_of,
     format_of,
     read_form,
+    sent_paths,
 )
 from foveal_runtime.plan.errors import InvalidRequest
 
@@ -50,9 +57,10 @@ def build_transcription_router(
         data = await _worked(len(file.data), partial(base64.b64encode, file.data))
         audio = {"data": data.decode(), "format": format_of(file)}
         chat = chat_fields(given, family, audio, translates=translates)
-        run = await plan(service, chat, scope_of(service, request))
-        writer = TranscriptWriter("" if chat.get("continue_final_message") else family.marker)
-        response = await answer(request, run, writer)
+        with as_sent(lambda: [sent_paths(chat["messages"])]):
+            run = await plan(service, chat, scope_of(service, request))
+            writer = TranscriptWriter("" if chat.get("continue_final_message") else family.marker)
+            response = await answer(request, run, writer)
         if given.stream or given.response_format != "text":
             return response
         return PlainTextResponse(writer.body()["text"])

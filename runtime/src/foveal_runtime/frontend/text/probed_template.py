@@ -1,0 +1,183 @@
+"""A checkpoint's chat template, and what it was found to do by rendering probes with it.
+
+Made by chat_template.py: whether lists of content parts are read, which roles there are, how tool
+calls are written. Nothing is known of a template by the name of its model.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any
+
+import jinja2
+
+from foveal_runtime.frontend.grammars.formats import (
+    FORMATS,
+    THINKING,
+    UNTOLD,
+    Format,
+    recognise,
+)
+from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.errors import InvalidRequest
+
+_PROBE = "fovealprobe"
+_LISTED = re.compile(f"['\"]text['\"]\\s*:\\s*['\"]{_PROBE}")
+"""The probe's list of parts, written out as one."""
+_MAX_PROBED_ROLES = 64
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
+
+
+class ProbedTemplate:
+    """One checkpoint's template; every answer comes from a trial rendering.
+
+    Attributes:
+        source: the template's text; None where the checkpoint has none.
+        content_format: "parts" when the template reads lists of content parts, else "string" (the
+            parts are joined by newlines and media stand there as the processor's placeholder text).
+        takes_tools: whether the template shows the model its tools.
+        takes_later_systems: whether system messages come out wherever they are.
+        arguments_as_text: whether a call's arguments come as JSON's text, not as an object.
+        tool_format: how the model writes tool calls; None when the template writes them in a way
+            that is not known.
+        thinking: the markers around reasoning; None for a template that names none.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, source: str | None, tool_format: str = "") -> None:
+        self._tokenizer = tokenizer
+        self.source = source
+        self.content_format = "string" if source is None else self._detect()
+        self._roles: dict[str, bool] = {"system": True, "user": True, "assistant": True}
+        self._parts_of: dict[tuple[str, bool], bool] = {}
+        self.arguments_as_text = False
+        self.takes_tools = source is not None and self._probe_tools()
+        self.takes_later_systems = source is not None and self._probe_later_systems()
+        self.tool_format = FORMATS[tool_format] if tool_format else self._probe_calls()
+        self.thinking = next((pair for pair in THINKING if pair[1] in (source or "")), None)
+
+    def _detect(self) -> str:
+        """Asks the template itself: content parts come out as their text, or they do not."""
+        try:
+            out = self.apply([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return "string"
+        return "parts" if _PROBE in out and not _LISTED.search(out) else "string"
+
+    def takes_parts(self, role: str, has_calls: bool = False) -> bool:
+        """Whether messages of a role come as parts: some templates read the user's parts and write
+        those of others out as Python's lists."""
+        if self.content_format == "string" or role == "user":
+            return self.content_format == "parts"
+        known = self._parts_of.get((role, has_calls))
+        if known is None:
+            known = self._probe_parts(role, has_calls)
+            if role in self._roles or role == "tool":  # of which there are not many
+                self._parts_of[role, has_calls] = known
+        return known
+
+    def _probe_parts(self, role: str, has_calls: bool) -> bool:
+        named = {"name": "x", "arguments": "{}" if self.arguments_as_text else {}}
+        call = {"id": "probe1234", "type": "function", "function": named}
+        more: dict[str, Any] = {"tool_calls": [call]} if has_calls else {}
+        if role == "tool":
+            more["tool_call_id"] = call["id"]
+        before = [] if role == "system" else [self._said("user")]
+        if role == "tool":
+            before.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        after = [self._said("user")] if role == "system" else []
+        for content in ([{"type": "text", "text": _PROBE}], _PROBE):
+            try:
+                out = self.apply([*before, {"role": role, "content": content, **more}, *after])
+            except TEMPLATE_ERRORS:
+                continue
+            if _PROBE in out and not _LISTED.search(out):
+                return isinstance(content, list)
+        return True
+
+    def _said(self, role: str, text: str = "x") -> dict[str, Any]:
+        parts = [{"type": "text", "text": text}]
+        return {"role": role, "content": parts if self.takes_parts(role) else text}
+
+    def _probe_later_systems(self) -> bool:
+        """Whether system messages come out wherever they are. Some templates read the first or
+        the last one alone, others refuse a second one."""
+        roles = ("system", "system", "user", "assistant", "system", "user")
+        texts = [f"{_PROBE}{number}" for number in range(len(roles))]
+        try:
+            out = self.apply(list(map(self._said, roles, texts)))
+        except TEMPLATE_ERRORS:
+            return False
+        return all(text in out for text in texts)
+
+    def _probe_tools(self) -> bool:
+        function = {"name": _PROBE, "description": "x", "parameters": {"type": "object"}}
+        try:
+            out = self.apply(
+                [self._said("user")], tools=[{"type": "function", "function": function}]
+            )
+        except TEMPLATE_ERRORS:
+            return False
+        return _PROBE in out
+
+    def _probe_calls(self) -> Format | None:
+        """The format in which the template writes a call; where it writes none, the vocabulary
+        tells. Some templates write calls only beside tools."""
+        tool = {"type": "function", "function": {"name": "x", "description": "", "parameters": {}}}
+        is_written = False
+        for arguments, tools in product(({"a": "1"}, '{"a": "1"}'), (None, [tool])):
+            named = {"name": _PROBE, "arguments": arguments}
+            call = {"id": "probe1234", "type": "function", "function": named}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                out = self.apply([self._said("user"), said], **({"tools": tools} if tools else {}))
+            except TEMPLATE_ERRORS:
+                continue
+            is_written |= _PROBE in out
+            if (found := recognise(out, _PROBE)) is not None:
+                self.arguments_as_text = isinstance(arguments, str)
+                return found
+        if self.takes_tools and is_written:
+            return None
+        known = (name for mark, name in UNTOLD if self._tokenizer.marks(mark))
+        name = next(known, "" if self.takes_tools else "json")
+        return FORMATS[name] if name else None
+
+    def role(self, role: str, path: str) -> str:
+        """The template's name of a role. A template without `developer` has `system`, one without
+        `tool` reads results as the user's; another role must come out of a trial rendering."""
+        source = self.source or ""
+        if role == "developer" and "developer" not in source:
+            return "system"
+        if role in ("tool", "function"):
+            return "tool" if "'tool'" in source or '"tool"' in source else "user"
+        known = self._roles.get(role)
+        if known is None:
+            known = self._takes(role)
+            if len(self._roles) < _MAX_PROBED_ROLES:
+                self._roles[role] = known
+        if not known:
+            if role == "developer":  # for templates that write one only at the beginning
+                return "system"
+            raise InvalidRequest(
+                f"{path}.role is {role!r}, which the model's chat template does not have; use "
+                "'system', 'user', 'assistant' or 'tool'",
+                param=f"{path}.role",
+            )
+        return role
+
+    def _takes(self, role: str) -> bool:
+        try:
+            return _PROBE in self.apply([self._said("user"), self._said(role, _PROBE)])
+        except TEMPLATE_ERRORS:
+            return False
+
+    def apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        text = self._tokenizer.hf.apply_chat_template(
+            messages, chat_template=self.source, tokenize=False, **variables
+        )
+        assert isinstance(text, str)
+        return text
