@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
+from tokenizers import AddedToken
 
 from foveal_runtime.frontend.grammars.schema import SchemaError
 from foveal_runtime.frontend.grammars.worker import compile_job
@@ -132,6 +133,33 @@ def test_other_kinds(sampler, kind, source, allowed):
         sequence = Sequence(options(grammar_of(kind, source), temperature=1.0, seed=seed))
         assert draw(sampler, sequence, seed)
         assert text_of(sequence.output_token_ids) in allowed
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        ("choice", ["<b>x</b>"], "<b>x</b>"),
+        ("choice", ["<|end|>"], "<|end|>"),
+        ("choice", ["a<image>"], "a<image>"),
+        ("regex", "x</b><b></b>", "x</b><b></b>"),
+        ("json", {"const": "<|end|><b>"}, '"<|end|><b>"'),
+    ],
+)
+def test_names_of_added_tokens_are_spelt_where_the_text_holds_them(tmp_path, kind, source, text):
+    """The token itself was the only one allowed, and did not follow the grammar, or ended it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<b>"), AddedToken("</b>", special=True)])
+    tokenizer.save_pretrained(tmp_path)
+    bound = Sampler([EOS], Grammars(str(tmp_path), len(tokenizer), [EOS]))
+    sequence = Sequence(options(grammar_of(kind, source), temperature=0.0))
+    for _ in range(20):
+        failed: dict[str, str] = {}
+        [found] = bound.sample(torch.zeros(1, len(tokenizer)), [sequence], failed)
+        assert not failed
+        if found.token_id == EOS:
+            break
+        sequence.output_token_ids.append(found.token_id)
+    assert text_of(sequence.output_token_ids) == text
 
 
 def test_structural_tags_bind_what_follows_a_trigger(sampler):

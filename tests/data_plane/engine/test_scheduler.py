@@ -239,6 +239,8 @@ def test_stop_rules():
     assert run(max_tokens=8, stop_token_ids=(made[2],)) == (3, "stop", made[2])
     assert run(max_tokens=8, stop_token_ids=(made[2],), min_tokens=3) == (8, "length", None)
     assert run(eos, max_tokens=8, min_tokens=3) == (4, "stop", None)
+    assert run(eos, max_tokens=8, min_tokens=4) == (8, "length", None)
+    assert run(eos, max_tokens=8, min_tokens=8, grammar="x") == (4, "stop", None)
 
 
 def test_tokens_of_an_earlier_attempt_count_and_are_not_emitted_again():

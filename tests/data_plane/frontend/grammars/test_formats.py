@@ -16,7 +16,7 @@ from foveal_runtime.frontend.grammars.formats import FORMATS, render_calls
 from foveal_runtime.frontend.grammars.reader import Reader, TurnFormat
 from foveal_runtime.frontend.grammars.worker import compile_job
 from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
-from foveal_runtime.frontend.text.detokenizer import Detokenizer
+from foveal_runtime.frontend.text.detokenizer import Detokenizer, Piece
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 
 THINK = ("<think>", "</think>")
@@ -241,3 +241,19 @@ def test_blanks_hide_no_call_from_the_grammar(name, blanks, tokenizer, library):
     content, _, calls = read(turn, [call])
     assert not content.strip()
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, row in FORMATS.items() if row.marker])
+def test_a_call_that_is_cut_off_before_its_name_is_not_text(name, tokenizer):
+    """Its marker was the answer's text where max_tokens ended it, and a stop string that the marker
+    holds made that a "stop"."""
+    row = FORMATS[name]
+    turn = turn_of(row, {"look": {"type": "object"}}, tokenizer)
+    opening = turn.encoded(row.begin + row.opening("look"))
+    for end in range(len(turn.encoded(row.marker)), len(opening)):
+        for before in ("", "I look.\n"):
+            content, _, calls = read(turn, turn.encoded(before) + opening[:end])
+            assert (content, calls) == (before.rstrip(), [])
+    detokenizer = Detokenizer(tokenizer, stops=["l", "C"], turn=turn)
+    detokenizer.push(tokenizer.encode(row.begin + row.before, add_special_tokens=False))
+    assert detokenizer.finish() == Piece("", 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers.processors import TemplateProcessing
+
 from foveal_runtime.frontend.protocol.responses import Completion
 from foveal_runtime.plan.config import RequestDefaults
 
@@ -56,6 +58,35 @@ async def test_echo_with_logprobs_covers_the_prompt(harness: Any) -> None:
     offsets = [t for e in events for c in e["choices"] for t in c["logprobs"]["text_offset"]]
     assert (tokens, offsets) == (["a", "b", "c", "d"], [0, 1, 2, 3])
     assert "".join(c["text"] for e in events for c in e["choices"]) == "abcd"
+
+
+async def test_offsets_are_places_in_the_text(harness: Any) -> None:
+    """Tokens that the text leaves out moved all that came behind them."""
+    processor = TemplateProcessing("<|system|> $A", special_tokens=[("<|system|>", 259)])
+    harness.app.service.tokenizer.hf.backend_tokenizer.post_processor = processor
+    harness.generator.script = lambda _: [99, 257, 100]
+    for skips, text, places in (
+        (True, "a<|end|>bcd", [0, 0, 1, 8, 9, 10, 10, 11]),
+        (False, "a<|end|>bc<|user|>d<|end|>", [0, 0, 1, 8, 9, 10, 18, 19]),
+    ):
+        options = {
+            "prompt": "a<|end|>b", "echo": True, "logprobs": 0, "skip_special_tokens": skips,
+            "include_stop_str_in_output": True,
+        }  # fmt: skip
+        [choice] = (await post(harness, **options))["choices"]
+        assert choice["text"] == text
+        assert choice["logprobs"]["text_offset"] == places
+        events = await harness.stream(PATH, **options)
+        offsets = [t for e in events for c in e["choices"] for t in c["logprobs"]["text_offset"]]
+        assert offsets == places
+
+
+async def test_alternatives_of_one_name_are_the_likeliest(harness: Any) -> None:
+    """Bytes of different characters are all spelt U+FFFD: the last one stood for them."""
+    harness.generator.script = lambda _: [0xE9, 0x97]
+    [choice] = (await post(harness, prompt="a", logprobs=2, max_tokens=2))["choices"]
+    assert choice["logprobs"]["tokens"] == ["\ufffd", "\ufffd"]
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5}, {"\ufffd": -0.5}]
 
 
 async def test_scoring_only(harness: Any) -> None:

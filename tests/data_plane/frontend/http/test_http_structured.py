@@ -71,6 +71,11 @@ async def test_text_is_not_bound(harness: Any) -> None:
         ({"structured_outputs": {"regex": "(a|"}}, "grammar_invalid", "regex"),
         ({"structured_outputs": {"grammar": "start: x"}}, "grammar_invalid", "unknown name"),
         ({"structured_outputs": {"grammar": BOMB}}, "schema_too_slow", "simplify"),
+        ({"structured_outputs": {"structural_tag": {"format": {
+            "type": "triggered_tags", "triggers": ["<f"], "at_least_one": True, "tags": [
+                {"begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA},
+                 "end": "</f>"}]}}}},
+         "schema_unsupported", "/format/at_least_one: at_least_one is not enforced"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "invalid_request_error", "one"),
         ({**named(SCHEMA), "structured_outputs": {"regex": "a"}}, "invalid_request_error", "both"),
         ({"structured_outputs": {"whitespace_pattern": "a", "regex": "a"}},

@@ -9,6 +9,7 @@ import zlib
 import av
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image, ImageOps
 
 from foveal_runtime.frontend.media.decode import decode_image
@@ -75,6 +76,11 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(value):
     """Pillow's own conversion clips at 255, which turns every 16-bit scan white."""
     image = Image.fromarray(np.full((4, 4), value, np.uint16))
     assert pixel(encoded(image)) == (value // 257,) * 3
+
+
+def test_sixteen_bit_grey_with_a_transparent_one():
+    data = encoded(Image.fromarray(np.array([[257, 514]], np.uint16)), transparency=257)
+    assert [pixel(data, (x, 0)) for x in (0, 1)] == [(255, 255, 255), (2, 2, 2)]
 
 
 def test_bilevel():
@@ -179,6 +185,7 @@ def test_bombs_are_refused_on_their_header(size):
         (b'{"error": 1}', "JSON"),
         (b"<svg xmlns=", "SVG"),
         (b"%PDF-1.7", "PDF"),
+        (b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "HEIC; convert it to JPEG"),
         (b"\x00" * 50, "unknown"),
         (b"\x89PNG\r\n\x1a\n" + b"\xff" * 40, "image cannot"),
     ],
@@ -214,8 +221,6 @@ def test_random_damage_never_escapes_as_another_error():
 
 # ---- audio and video ----
 def wav(seconds: float, rate: int = 8000, channels: int = 1) -> bytes:
-    import soundfile
-
     times = np.arange(int(seconds * rate)) / rate
     tone = np.sin(2 * np.pi * 220 * times).astype(np.float32)
     buffer = io.BytesIO()
@@ -237,6 +242,21 @@ def test_audio_limits_and_errors():
         decode_audio(b"not audio at all", LIMITS, 16000)
     with pytest.raises(MediaInvalid):
         decode_audio(b"", LIMITS, 16000)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e30])
+def test_samples_that_no_model_can_take_are_refused(value):
+    """They became log probabilities that are no numbers: a 500."""
+    buffer = io.BytesIO()
+    samples = np.full(100, value, np.float32)
+    soundfile.write(buffer, samples, 16000, format="WAV", subtype="FLOAT")
+    with pytest.raises(MediaInvalid, match="not finite or far too large"):
+        decode_audio(buffer.getvalue(), LIMITS, 16000)
+
+
+def test_audio_too_short_for_the_models_rate():
+    with pytest.raises(MediaInvalid, match="no sample at 16000 Hz"):
+        decode_audio(wav(1 / 48000, 48000), LIMITS, 16000)
 
 
 def video(num_frames: int, size: tuple[int, int] = (32, 24), fps: int = 8) -> bytes:

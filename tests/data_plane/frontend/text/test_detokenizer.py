@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foveal_runtime.frontend.grammars.formats import FORMATS
 from foveal_runtime.frontend.grammars.reader import TurnFormat
-from foveal_runtime.frontend.http.answers import chat_logprobs, num_chars, text_logprobs
+from foveal_runtime.frontend.http.answers import chat_logprobs, num_chars
 from foveal_runtime.frontend.testing.fake_tokenizer import byte_tokenizer
 from foveal_runtime.frontend.text.detokenizer import Detokenizer, StopMatcher
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
@@ -204,8 +204,7 @@ def test_the_bytes_of_single_tokens_make_up_the_text() -> None:
 def test_offsets_count_the_characters_of_the_text() -> None:
     found = sentencepiece_like()
     ids = [token for name in CATS if (token := found.token_id(name)) is not None]
-    scores = [TokenLogprobs(-0.5, 1) for _ in ids]
-    answer = text_logprobs(found, ids, scores, offset=3)
-    assert answer["tokens"][:3] == [" the", " cat", "s"]
-    assert answer["text_offset"] == [3, 7, 11, 12, 13, 14, 15, 15, 15, 17]
-    assert num_chars(found, ids) == len(" the cats é世 世s")
+    widths = [num_chars(found, token) for token in ids]
+    assert widths == [4, 4, 1, 1, 1, 1, 0, 0, 2, 1]
+    assert sum(widths) == len(" the cats é世 世s")
+    assert num_chars(found, ids[0], starts=True) == len("the")

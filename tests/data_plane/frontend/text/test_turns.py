@@ -113,6 +113,24 @@ def test_reasoning_begins_where_the_prompt_ends() -> None:
     assert planned(template(STRING_TEMPLATE)) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("content", "is_thinking"),
+    [
+        ("<think>The sky", True),
+        ([{"type": "text", "text": "<think>The"}, {"type": "text", "text": " sky"}], True),
+        ("<think>The sky</think>It is", False),
+        ("It is", False),
+    ],
+)
+def test_reasoning_goes_on_in_a_message_that_is_continued(content: Any, is_thinking: bool) -> None:
+    """All that the model still thought, and the mark at its end, were the answer's text."""
+    found = template(THINKER, "<think>", "</think>")
+    said = {"role": "assistant", "content": content}
+    request = ChatCompletionRequest(messages=[USER, said], continue_final_message=True)
+    turn, _ = plan_turn(request, found, found._tokenizer, None, "<think>The sky", Compiled(""))
+    assert turn.is_thinking == is_thinking
+
+
 def test_efforts_are_variables_of_templates_that_take_them() -> None:
     thinker, plain = template(THINKER, "</think>"), template(STRING_TEMPLATE)
 

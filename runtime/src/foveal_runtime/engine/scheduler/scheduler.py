@@ -278,11 +278,12 @@ class Scheduler(RequestTable):
         count = request.num_tokens - request.num_prompt_tokens
         finish, stop_token = "", None
         sampling = request.sampling
-        if count > sampling.min_tokens:
-            if token in self._eos and not sampling.ignore_eos:
-                finish = "stop"
-            elif token in request.stop_ids:
-                finish, stop_token = "stop", token
+        is_free = count > sampling.min_tokens
+        # A grammar gives the end before min_tokens only where it allows nothing else.
+        if token in self._eos and not sampling.ignore_eos and (is_free or sampling.grammar):
+            finish = "stop"
+        elif token in request.stop_ids and is_free:
+            finish, stop_token = "stop", token
         if not finish and count >= request.output_limit_tokens:
             finish = "length"
         self.outbox.token(request, sampled, finish, stop_token, now)

@@ -130,10 +130,13 @@ class Reader:
                 return self._shown("".join(content))
 
     def finish(self) -> str:
-        """The output is over: what was held back. A call that was cut off stays as it is."""
+        """The output is over: what was held back. A call that was cut off stays as it is; one that
+        has no name yet is not shown, because its marker is no text."""
         rest, self._buffer = self._buffer, ""
         if self.is_reasoning:
             self._reason(rest)
+        elif self._state == self._read_opening and self._marker:
+            return ""
         elif not self.num_calls:
             return self._shown(rest, is_last=True)
         elif self._arguments is not None:

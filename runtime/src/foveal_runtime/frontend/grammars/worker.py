@@ -58,6 +58,9 @@ def _structures(source: Any) -> tuple[list[Any], list[Any]]:
             raise SchemaError(
                 "schema_unsupported", "only the format triggered_tags is supported", "/format"
             )
+        for key, value in form.items():  # at_least_one, stop_after_first, excludes
+            if key not in ("type", "triggers", "tags") and value:
+                raise SchemaError("schema_unsupported", f"{key} is not enforced", f"/format/{key}")
         structures, triggers = [], form.get("triggers")
         for index, tag in enumerate(form.get("tags") or ()):
             content = tag.get("content") if isinstance(tag, dict) else None

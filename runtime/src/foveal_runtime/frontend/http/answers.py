@@ -163,11 +163,9 @@ def token_name(
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id, starts=starts)
 
 
-def num_chars(tokenizer: TextTokenizer, token_ids: Iterable[int]) -> int:
-    """Characters that the tokens begin: one of several bytes counts with its first."""
-    return sum(
-        byte & 0xC0 != 0x80 for token_id in token_ids for byte in tokenizer.token_bytes(token_id)
-    )
+def num_chars(tokenizer: TextTokenizer, token_id: int, *, starts: bool = False) -> int:
+    """Characters that the token begins: one of several bytes counts with its first."""
+    return sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token_id, starts=starts))
 
 
 def _entry(
@@ -205,20 +203,20 @@ def text_logprobs(
     tokenizer: TextTokenizer,
     token_ids: Iterable[int],
     logprobs: Iterable[TokenLogprobs | None],
+    offsets: Iterable[int],
     *,
-    offset: int,
     as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The older format of text completions. `offset` is the text position of the first token;
-    `as_ids`: tokens are named by their ids."""
+    """The older format of text completions. `offsets` are the tokens' positions in the text;
+    `as_ids`: tokens are named by their ids. Of alternatives with one name, as parts of characters
+    have it, the token itself counts, or else the most likely."""
     out: dict[str, Any] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
     }  # fmt: skip
-    for token_id, found in zip(token_ids, logprobs, strict=False):
+    for token_id, found, offset in zip(token_ids, logprobs, offsets, strict=False):
         name = token_name(tokenizer, token_id, as_ids)
         out["tokens"].append(name)
         out["text_offset"].append(offset)
-        offset += num_chars(tokenizer, [token_id])
         if found is None:
             out["token_logprobs"].append(None)
             out["top_logprobs"].append(None)
@@ -226,7 +224,7 @@ def text_logprobs(
         out["token_logprobs"].append(finite(found.logprob))
         top = {name: finite(found.logprob)}
         for top_id, value in zip(found.top_ids, found.top_logprobs, strict=True):
-            top[token_name(tokenizer, top_id, as_ids)] = finite(value)
+            top.setdefault(token_name(tokenizer, top_id, as_ids), finite(value))
         out["top_logprobs"].append(msgspec.Raw(encode_json(top)))
     return out
 

@@ -295,6 +295,18 @@ def template_variables(request: ChatCompletionRequest, template: ChatTemplate) -
     return found | (request.chat_template_kwargs or {})
 
 
+def _ends_in_thought(request: ChatCompletionRequest, think: tuple[str, str], prompt: str) -> bool:
+    """Whether the template ends the prompt with the start of reasoning, or the message that the
+    answer continues is within it."""
+    start, end = think[0].rstrip(), think[1].rstrip()
+    if prompt.rstrip().endswith(start):
+        return True
+    said = (request.messages[-1].content if request.continue_final_message else "") or ""
+    if not isinstance(said, str):
+        said = "".join(getattr(part, "text", "") for part in said)
+    return said.rfind(start) > said.rfind(end)
+
+
 def plan_turn(
     request: ChatCompletionRequest,
     template: ChatTemplate,
@@ -321,7 +333,7 @@ def plan_turn(
         )
     if row is None and think is None:
         return None, None
-    is_open = think is not None and prompt.rstrip().endswith(think[0].rstrip())
+    is_open = think is not None and _ends_in_thought(request, think, prompt)
     turn = TurnFormat(row, calls.schemas() if calls else {}, think, is_open, marks)
     is_bound = bool(answer.grammar)
     if calls is None and not is_bound and budget is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -166,6 +166,27 @@ def _echo_text(run: CompletionRun, index: int) -> str:
     return prompt if isinstance(prompt, str) else run.service.tokenizer.decode(prompt)
 
 
+def _offsets(
+    run: CompletionRun, index: int, token_ids: Sequence[int], num_prompt: int, offset: int = 0
+) -> list[int]:
+    """Where each token stands in the choice's text, which goes on at `offset`, and where it ends.
+    The first `num_prompt` are the prompt's. Tokens that the text leaves out have no width."""
+    tokenizer, out = run.service.tokenizer, [offset]
+    hides = run.request.skip_special_tokens is not False
+    prompt = prompts_of(run.request.prompt)[index // run.num_choices]
+    starts = bool(num_prompt)
+    for number, token_id in enumerate(token_ids):
+        hidden = token_id in tokenizer.special_ids and (
+            hides
+            if number >= num_prompt
+            else isinstance(prompt, str)
+            and not prompt.startswith(tokenizer.token_text(token_id), out[-1])
+        )
+        out.append(out[-1] + (0 if hidden else num_chars(tokenizer, token_id, starts=starts)))
+        starts = starts and hidden
+    return out
+
+
 def _choice(run: CompletionRun, index: int, answer: Answer) -> dict[str, Any]:
     request, tokenizer = run.request, run.service.tokenizer
     prefix = _echo_text(run, index) if request.echo else ""
@@ -187,7 +208,7 @@ def _choice(run: CompletionRun, index: int, answer: Answer) -> dict[str, Any]:
             tokenizer,
             token_ids,
             logprobs,
-            offset=0,
+            _offsets(run, index, token_ids, len(token_ids) - len(answer.token_ids)),
             as_ids=bool(request.return_tokens_as_token_ids),
         )
     if request.prompt_logprobs is not None and answer.first is not None:
@@ -250,11 +271,13 @@ def _chunk_choice(
         "stop_reason": delta.stop_reason,
     }
     if request.logprobs is not None and logprobs:
+        num_prompt = len(token_ids) - len(delta.token_ids)
+        places = _offsets(run, index, token_ids, num_prompt, offset)
         found = text_logprobs(
-            tokenizer, token_ids, logprobs, offset=offset,
+            tokenizer, token_ids, logprobs, places,
             as_ids=bool(request.return_tokens_as_token_ids),
         )  # fmt: skip
-        offsets[index] = offset + num_chars(tokenizer, token_ids)
+        offsets[index] = places[-1]
         choice["logprobs"] = found
     if request.return_token_ids:
         choice["token_ids"] = list(delta.token_ids)

@@ -80,13 +80,7 @@ class Aliases:
 
     def check(self, alias: bytes, digest: bytes, uuid: str, path: str) -> None:
         """Raises MediaConflict when the alias stands for other content."""
-        known = self.lookup(alias)
-        if known is not None and known != digest:
-            raise MediaConflict(
-                f"{path or 'media'}: uuid {uuid!r} was bound to other content before; use a new "
-                "uuid for new content",
-                param=path or None,
-            )
+        check_same(self.lookup(alias), digest, uuid, path)
 
     def commit(self, alias: bytes, digest: bytes) -> None:
         """Binds (the caller has checked); the least recently used binding goes when full."""
@@ -98,6 +92,16 @@ class Aliases:
     def check_integrity(self) -> None:
         assert len(self._local) <= max(0, self._max_bindings)
         assert all(len(a) == 32 and len(d) == 32 for a, d in self._local.items())
+
+
+def check_same(known: bytes | None, digest: bytes, uuid: str, path: str) -> None:
+    """Raises MediaConflict when a uuid is known as other content."""
+    if known is not None and known != digest:
+        raise MediaConflict(
+            f"{path or 'media'}: uuid {uuid!r} was bound to other content before; use a new "
+            "uuid for new content",
+            param=path or None,
+        )
 
 
 T = TypeVar("T")
@@ -181,6 +185,21 @@ class Identifier:
             return Named(digest, raw, alias)
         except FovealError as error:
             raise naming(part.path, error) from error
+
+    def binds(
+        self, parts: Sequence[MediaPart], named: Sequence[Named]
+    ) -> list[tuple[bytes, bytes]]:
+        """What the uuids of a request stand for, to be committed at once. Raises MediaConflict for
+        one with two contents, be the other that of a request that was prepared meanwhile."""
+        found: dict[bytes, bytes] = {}
+        for part, name in zip(parts, named, strict=True):
+            if name.alias is None:
+                continue
+            if name.raw is not None:
+                self._aliases.check(name.alias, name.digest, part.uuid or "", part.path)
+            known = found.setdefault(name.alias, name.digest)
+            check_same(known, name.digest, part.uuid or "", part.path)
+        return list(found.items())
 
     def _recall(
         self, part: MediaPart, alias: bytes | None, ordinal: int, options: PrepareOptions

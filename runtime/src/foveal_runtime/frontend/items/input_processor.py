@@ -149,7 +149,7 @@ class MediaInput:
                 items=items,
                 placements=[(at, which[part]) for at, part in slots],
                 sampling=options.sampling,
-                binds=list(dict.fromkeys((n.alias, n.digest) for n in named if n.alias)),
+                binds=self._identifier.binds(parts, named),
                 priority=options.priority,
                 cache_salt=options.salt,
                 read_prefix_cache=options.read_prefix_cache,

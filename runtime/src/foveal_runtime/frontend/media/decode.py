@@ -36,6 +36,7 @@ FORMATS = tuple(
     for name in ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
     if name in Image.OPEN
 )
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 
 # Our own limit is checked on the header; Pillow's would only warn up to twice its own.
@@ -140,6 +141,8 @@ def _wide_to_rgb(image: Image.Image) -> Image.Image:
         raise MediaInvalid(f"image samples reach from {low} to {high}; send 8 or 16 bits")
     # Pillow widens 16-bit grey to mode I and 8-bit TIFFs too: only then are values below 256.
     scaled = values if image.mode == "I" and high < 256 else values // 257
+    clear = image.info.get("transparency")  # a PNG's one grey that is not seen
+    scaled = scaled if clear is None else np.where(values == clear, 255, scaled)
     return Image.fromarray(scaled.astype(np.uint8), "L").convert("RGB")
 
 
@@ -221,6 +224,8 @@ def describe(data: bytes | memoryview) -> str:
         return "it is a PDF"
     if head.startswith((b"{", b"[")):
         return "it looks like JSON"
+    if head[4:8] == b"ftyp" and head[8:12] in _HEIC:
+        return "it is HEIC; convert it to JPEG"
     return f"{len(data)} bytes of unknown content"
 
 

@@ -29,6 +29,8 @@ READING = b"video-3"
 """Changes with the frames that the same file becomes: part of every key."""
 _BLOCK_FRAMES = 1 << 14
 MAX_RATE = 384_000
+MAX_SAMPLE = 2.0**32
+"""Beyond what any scale of integers gives: its square, summed up, leaves 32-bit floats."""
 SAMPLES_PER_SECOND = 8 * 48_000
 """Of all channels together, on average over the longest audio allowed."""
 MAX_FRAMES_PER_SECOND = 240
@@ -53,10 +55,16 @@ def decode_audio(
         mono, rate = _av_audio(data, limits)
     if len(mono) == 0:
         raise MediaInvalid("audio has no samples")
+    if not np.abs(mono).max() <= MAX_SAMPLE:  # as it is not where one is no number
+        raise MediaInvalid(
+            "audio has samples that are not finite or far too large; send samples from -1 to 1"
+        )
     if rate != sampling_rate:
         import soxr
 
         mono = soxr.resample(mono, rate, sampling_rate)
+        if len(mono) == 0:
+            raise MediaInvalid(f"audio is too short: it has no sample at {sampling_rate} Hz")
     return np.ascontiguousarray(mono, dtype=np.float32)
 
 

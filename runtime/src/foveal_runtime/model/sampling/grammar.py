@@ -74,10 +74,28 @@ class Grammars:
         bits = np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
         if matcher.is_error():
             raise ValueError("the grammar needs more time or memory than it may have")
+        if np.count_nonzero(bits) == 1:
+            bits = self._spelt(matcher, bits)
         if len(outputs) < min_tokens:
             bits = self._without_ends(bits)
         self.stats.mask_seconds += time.perf_counter() - begin
         return bits
+
+    def _spelt(self, matcher: llguidance.LLMatcher, bits: np.ndarray) -> np.ndarray:
+        """Where the text that must follow begins like the name of an added token (`<b>`), the
+        library allows that token alone, and refuses it then, for it is no text: the tokens that
+        spell its beginning instead."""
+        tokens = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+        if len(tokens) > 1 or matcher.is_accepting() or matcher.validate_tokens(tokens):
+            return bits
+        assert self._tokenizer is not None
+        name = self._tokenizer.decode_str(tokens)
+        spelt = np.zeros_like(bits)
+        for size in range(1, len(name)):
+            start = self._tokenizer.tokenize_str(name[:size])
+            if len(start) == 1 and matcher.validate_tokens(start):
+                spelt[start[0] // 32] |= np.uint32(1 << start[0] % 32).view(np.int32)
+        return spelt if spelt.any() else bits
 
     def _without_ends(self, bits: np.ndarray) -> np.ndarray:
         others = bits.copy()
