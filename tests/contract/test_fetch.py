@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -47,6 +51,53 @@ def test_an_empty_directory_is_filled_and_another_one_left_alone(tmp_path: Path)
     with pytest.raises(StartupError, match="is there and is no model"):
         fetch("hf://org/name", other, "", source(*MODEL))
     assert [one.name for one in other.iterdir()] == ["letter.txt"]
+
+
+def test_a_model_is_fetched_by_one_at_a_time(tmp_path: Path) -> None:
+    """Jobs that share a claim, and a pod and its successor, appended to the same files."""
+    target, told, results = tmp_path / "model", threading.Event(), []
+    asked: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "another process" in record.getMessage():
+                told.set()
+
+    def download(rest: str, revision: str, directory: Path, progress: Progress) -> str:
+        asked.append(rest)
+        if len(asked) == 1:
+            second.start()
+            assert told.wait(60), "the second one neither waits nor downloads"
+        told.set()
+        return source(*MODEL)["hf"](rest, revision, directory, progress)
+
+    def fetch_too() -> None:
+        results.append(fetch("hf://org/name", target, "", {"hf": download}))
+
+    second = threading.Thread(target=fetch_too)
+    log, listener = logging.getLogger("foveal_runtime.main.fetch"), Listener()
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(listener)
+    try:
+        assert fetch("hf://org/name", target, "", {"hf": download}) is True
+        second.join(60)
+    finally:
+        log.removeHandler(listener)
+        log.setLevel(level)
+    assert (results, asked) == ([False], ["org/name"])
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["model"]
+    assert {one.name for one in target.iterdir()} == {*MODEL, SOURCE_FILE}
+
+
+def test_a_download_goes_on_where_nothing_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert fetch("hf://org/name", tmp_path / "model", "", source(*MODEL)) is True
 
 
 def test_what_appears_at_the_target_meanwhile_is_kept(tmp_path: Path) -> None:

@@ -50,9 +50,23 @@ app.kubernetes.io/part-of: foveal
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name (replace "+" "_" .Chart.Version) }}
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- include "foveal.addedLabels" .Values.commonLabels }}
+{{- end -}}
+
+{{/* Labels of the values, without those that are the chart's: selectors and NetworkPolicies go by them. */}}
+{{- define "foveal.addedLabels" -}}
+{{- range $key, $value := . -}}
+{{- if not (regexMatch "^(app\\.kubernetes\\.io/(name|instance|component|part-of|version|managed-by)|helm\\.sh/chart)$" $key) }}
+{{ $key }}: {{ $value | quote }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Of the operator's pods. Where commonLabels and podLabels name one label, podLabels count. */}}
+{{- define "foveal.podLabels" -}}
+{{- $own := fromYaml (include "foveal.labels" .) -}}
+{{- $added := fromYaml (include "foveal.addedLabels" .Values.podLabels) -}}
+{{- toYaml (merge $added $own) -}}
 {{- end -}}
 
 {{/* Annotations of an object: call with (list . dict). Nothing when there are none. */}}

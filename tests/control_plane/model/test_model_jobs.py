@@ -266,6 +266,24 @@ async def test_an_upgrade_that_makes_jobs_otherwise_changes_nothing() -> None:
     assert newer.condition("Ready") == ("True", "Ready")
 
 
+@pytest.mark.parametrize(
+    ("inference", "what", "line", "reason"),
+    [(FETCHED, "fetch", "hf://a/b: 404 Client Error", reasons.NOT_FOUND),
+     (CLAIMED, "profile", "model type mamba is not supported", reasons.UNSUPPORTED_MODEL)],
+)  # fmt: skip
+def test_a_deleted_job_runs_again_as_its_message_says(
+    inference: Any, what: str, line: str, reason: reasons.Reason
+) -> None:
+    """The model came later, or its files were replaced: no edit of the resource tells."""
+    stored = StoredObjects(inference).claim().job(what, "Failed", ago=9e9).ended(what, 2, line)
+    found = stored.decide()
+    assert (found.reason, found.delete, found.next_check_seconds) == (reason, (), None)
+    assert "delete the Job, which runs again" in reason.message(found.message)
+    again = stored.without_jobs().decide()
+    names = [o.key[2] for o in again.objects if o.policy == "Apply"]
+    assert stored.names[what] in names
+
+
 # --- failures ----------------------------------------------------------------------------------
 FAILURES = [
     (FETCHED, "fetch", 2, "hf://a/b: 403 Client Error", "FetchDenied"),

@@ -13,7 +13,6 @@ import aiohttp
 import msgspec
 import pytest
 
-from foveal_operator.api.status import Condition
 from foveal_operator.api.workloads import Accelerator, Engine
 from foveal_operator.common.errors import UsageError
 from foveal_operator.common.logs import JsonLines
@@ -34,7 +33,6 @@ from foveal_operator.reconcile.inventory import (
     smallest_device_bytes,
 )
 from foveal_operator.status.conditions import (
-    noteworthy,
     previous_conditions,
     scaling_state,
     steady,
@@ -102,29 +100,6 @@ async def test_an_event_that_fails_is_nobodys_problem(time: FakeTime) -> None:
     cluster.fail(Transient("busy"), kind="Event")
     await EventRecorder(cluster, time.clock, "me").record(regarding(), "Normal", "Ready", "yes")
     assert events(cluster) == []
-
-
-def condition(kind: str, status: str, reason: str, message: str = "m") -> Condition:
-    return Condition(
-        type=kind, status=status, reason=reason, message=message,  # type: ignore[arg-type]
-        observed_generation=1, last_transition_time="2026-01-01T00:00:00Z",
-    )  # fmt: skip
-
-
-def test_events_tell_changes_that_ask_for_action_and_readiness() -> None:
-    now = [
-        condition("EnginesReady", "False", "OOMKilled"),
-        condition("Ready", "False", "OOMKilled", "EnginesReady: m"),
-        condition("FrontendsReady", "False", "Starting"),
-        condition("Stalled", "True", "BudgetMisfit"),
-    ]
-    found = noteworthy(now, ())
-    assert [(kind, reason) for kind, reason, _ in found] == [
-        ("Warning", "OOMKilled"), ("Warning", "BudgetMisfit"),
-    ]  # fmt: skip
-    assert noteworthy(now, now) == []
-    ready = [condition("Ready", "True", "Ready")]
-    assert [(kind, reason) for kind, reason, _ in noteworthy(ready, now)] == [("Normal", "Ready")]
 
 
 # --- facts -------------------------------------------------------------------------------------

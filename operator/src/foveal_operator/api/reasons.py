@@ -79,9 +79,17 @@ FETCH_DENIED = Reason(
     "FetchDenied",
     "Put a token that may read the model into model.secretRef's Secret, and accept its licence.",
 )
-NOT_FOUND = Reason("NotFound", "Correct model.uri and model.revision.", True)
+NOT_FOUND = Reason(
+    "NotFound",
+    "Correct model.uri and model.revision; if the model has come since, delete the Job, which runs "
+    "again.",
+    True,
+)
 UNSUPPORTED_MODEL = Reason(
-    "UnsupportedModel", "Choose a model that the runtime can load; the message says why not.", True
+    "UnsupportedModel",
+    "Choose a model that the runtime can load, or replace its files and delete the Job, which runs "
+    "again.",
+    True,
 )
 PROFILE_FAILED = Reason(
     "ProfileFailed", "Read the profile Job's log; deleting the Job runs it again."

@@ -212,13 +212,16 @@ def noteworthy(
     """(type, reason, note) of Events for conditions that have changed.
 
     A reason that asks somebody to act is a Warning; Ready becoming True is told too. A reason that
-    several conditions share is told once, and once for each object that it is about.
+    several conditions share is told once, and once for each object that it is about: the first of
+    them says which, others may add how far a rollout is.
     """
     old = {c.type: c for c in before}
     found: dict[str, tuple[Type, str, str]] = {}
+    seen = set[str]()
     for condition in now:
         reason, then = reasons.BY_NAME[condition.reason], old.get(condition.type)
-        about = condition.message if reason.names_object else ""
+        about = condition.message if reason.names_object and reason.name not in seen else ""
+        seen.add(reason.name)
         if (
             then
             and (then.status, then.reason) == (condition.status, condition.reason)

@@ -8,6 +8,8 @@ so a directory that exists is complete; a broken download resumes. Notes which c
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import fnmatch
 import functools
 import hashlib
@@ -16,7 +18,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -88,7 +90,7 @@ def fetch(
     metrics_port: int = 0,
     out: TextIO | None = None,
 ) -> bool:
-    """Fills `target`; returns False when it is already there.
+    """Fills `target`; returns False when it is already there, or another process fills it first.
 
     With a `metrics_port` its progress is served there meanwhile, with `out` that of s3:// and oci://
     is shown there (Bars). Raises StartupError for an unknown scheme, for a target that holds
@@ -108,21 +110,44 @@ def fetch(
     except OSError as error:
         raise StartupError(f"cannot make {partial}: {error.strerror}") from error
     progress = Progress(partial, out)
-    with told(progress, metrics_port):
-        resolved = downloads[scheme](rest, revision, partial, progress)
-    if not any(partial.glob("*.safetensors")) or not (partial / "config.json").is_file():
-        raise StartupError(
-            f"{uri} holds no config.json with *.safetensors: not a model we can load"
-        )
-    shutil.rmtree(partial / ".cache", ignore_errors=True)
-    try:
-        write_source(partial, Source(uri=uri, revision=revision, resolved=resolved))
-        partial.rename(target)
-    except OSError as error:
+    with told(progress, metrics_port), _alone(partial):
         if (target / "config.json").is_file():  # another Job was first
             return False
-        raise StartupError(f"cannot move {partial} to {target}: {error.strerror}") from error
+        resolved = downloads[scheme](rest, revision, partial, progress)
+        if not any(partial.glob("*.safetensors")) or not (partial / "config.json").is_file():
+            raise StartupError(
+                f"{uri} holds no config.json with *.safetensors: not a model we can load"
+            )
+        shutil.rmtree(partial / ".cache", ignore_errors=True)
+        try:
+            write_source(partial, Source(uri=uri, revision=revision, resolved=resolved))
+            (partial / _LOCK).unlink(missing_ok=True)
+            partial.rename(target)
+        except OSError as error:
+            if (target / "config.json").is_file():  # the file system has no locks
+                return False
+            text = f"cannot move {partial} to {target}: {error.strerror}"
+            raise StartupError(text) from error
     return True
+
+
+_LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps others out of a folder that is being filled: Jobs of two resources that share a claim,
+    or a pod's successor while its node does not answer. Both would append to the same files. A file
+    system that has no locks lets them."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = stack.enter_context((folder / _LOCK).open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("another process fetches this model: waiting", extra={"path": str(folder)})
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _from_hub(repository: str, revision: str, directory: Path, progress: Progress) -> str:
