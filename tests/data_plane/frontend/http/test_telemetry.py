@@ -14,9 +14,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
+from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage, counts_file
+from foveal_runtime.frontend.http.monitoring.siblings import Siblings, socket_path
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.metrics import METRICS
-from foveal_runtime.telemetry.exposition import merge, parse
+from foveal_runtime.telemetry.exposition import OPENMETRICS, TEXT, PageFormat, merge, parse
 from foveal_runtime.telemetry.logs import JsonFormatter, TextFormatter, request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import NO_SPAN, Tracing, child_span, configure_tracing
@@ -141,6 +143,58 @@ async def test_page_shows_peers_and_survives_their_absence(start: Any) -> None:
     assert total(text, "foveal_ready", process="other") == 1
     assert total(text, "foveal_metrics_peers_unreachable", process="frontend-0") == 1
     assert total(own, "vllm:request_success_total", finished_reason="stop") == 1
+
+
+def _process(folder: Path, number: int) -> Metrics:
+    metrics = Metrics("frontend", model_name="m", process=f"frontend-0/{number}")
+    metrics.keep(counts_file(socket_path(str(folder), number)))
+    return metrics
+
+
+@pytest.mark.parametrize("form", [TEXT, OPENMETRICS])
+async def test_sums_do_not_fall_when_a_process_dies(tmp_path: Path, form: PageFormat) -> None:
+    """Prometheus takes less for a restart, and counts all there is once more."""
+    one, other = _process(tmp_path, 0), _process(tmp_path, 1)
+    page = MetricsPage(one, (), Siblings([socket_path(str(tmp_path), 1)]).metrics_peers)
+
+    async def seen() -> tuple[float, float, float, float]:
+        families = {family.name: family for family in parse((await page.text(form)).decode(), form)}
+        samples = {
+            (sample.name, sample.labels.get("finished_reason") or sample.labels.get("le")): sample
+            for name in ("vllm:request_success", "vllm:request_prompt_tokens")
+            for sample in families[name].samples
+        }
+        return tuple(samples[key].value for key in (
+            ("vllm:request_success_total", "stop"),
+            ("vllm:request_prompt_tokens_bucket", "5.0"),
+            ("vllm:request_prompt_tokens_count", None),
+            ("vllm:request_prompt_tokens_sum", None),
+        ))  # type: ignore[return-value]  # fmt: skip
+
+    for metrics, size in ((one, 4), (other, 70)):
+        metrics.inc("vllm:request_success", finished_reason="stop")
+        metrics.observe("vllm:request_prompt_tokens", size)
+    assert await seen() == (1, 1, 1, 4), "what a process has never shown is not known"
+    other.exposition()
+    assert await seen() == (2, 1, 2, 74)
+    again = _process(tmp_path, 1)
+    again.set("vllm:mm_cache_queries", 3)
+    again.inc("vllm:request_success", finished_reason="stop")
+    assert await seen() == (2, 1, 2, 74)
+    again.exposition()
+    assert await seen() == (3, 1, 2, 74)
+    assert not again.exposition().count(b"frontend-0/0")
+
+
+def test_what_does_not_fit_is_not_counted_on_from(tmp_path: Path) -> None:
+    file = tmp_path / "1.counts"
+    for text in (b"", b"{", b'{"vllm:mm_cache_hits":[[[["m","",""],9.0]],[]],"no":[[],[]]}',
+                 b'{"vllm:request_prompt_tokens":[[],[[["m",""],[1,2],3.0]]]}'):  # fmt: skip
+        file.write_bytes(text)
+        metrics = Metrics("frontend", model_name="m", process="p")
+        metrics.keep(file)
+        metrics.set("vllm:mm_cache_hits", 1)
+        assert total(metrics.exposition().decode(), "vllm:mm_cache_hits_total") == 1
 
 
 def record(message: str, fields: dict[str, Any] | None = None) -> logging.LogRecord:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import aiohttp
 from prometheus_client import Metric as Family
@@ -35,6 +36,11 @@ _PEER_SECONDS = 2.0
 _MAX_PEER_BYTES = 16 << 20
 
 
+def counts_file(socket_path: str) -> Path:
+    """Where the process of this socket keeps what it has counted."""
+    return Path(socket_path).with_suffix(".counts")
+
+
 class MetricsPage:
     """`peers`: http: URLs of /metrics pages, or unix:/path of sockets that serve one. `siblings`:
     the same for the other processes behind this port, which belong to `own` too."""
@@ -52,13 +58,21 @@ class MetricsPage:
         return _answer(await self.text(form, own=own), form)
 
     async def text(self, form: PageFormat = TEXT, *, own: bool = False) -> bytes:
-        """A peer that does not answer is left out and counted."""
+        """A peer that does not answer is left out and counted. Of a sibling, what it last showed
+        and others add to stays: a sum that fell would be taken for a restart, and all of it for
+        new."""
         peers = self._siblings if own else (*self._siblings, *self._peers)
         if not peers:
             return self._metrics.exposition(form)
         found = await asyncio.gather(*(self._fetch(peer, form) for peer in peers))
+        missing = [peer for peer, page in zip(peers, found, strict=True) if page is None]
         pages = [page for page in found if page is not None]
-        self._metrics.set("foveal_metrics_peers_unreachable", len(found) - len(pages))
+        pages += [
+            self._metrics.families_in(counts_file(peer.removeprefix("unix:")))
+            for peer in missing
+            if peer in self._siblings
+        ]
+        self._metrics.set("foveal_metrics_peers_unreachable", len(missing))
         return merge([parse(self._metrics.exposition(form).decode(), form), *pages], form)
 
     async def _fetch(self, peer: str, form: PageFormat) -> list[Family] | None:
