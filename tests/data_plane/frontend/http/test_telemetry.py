@@ -197,6 +197,19 @@ def test_what_does_not_fit_is_not_counted_on_from(tmp_path: Path) -> None:
         assert total(metrics.exposition().decode(), "vllm:mm_cache_hits_total") == 1
 
 
+async def test_what_is_refused_early_counts_for_its_path(start: Any) -> None:
+    async with start() as harness:
+        harness.app.gate.draining = True
+        assert (await harness.chat()).status_code == 503
+        await harness.http.post("/v1/evil", content=b"{}")
+        text = (await harness.http.get("/metrics")).text
+        harness.app.gate.draining = False
+    name = "http_requests_total"
+    assert total(text, name, handler="/v1/chat/completions", status="5xx") == 1
+    assert total(text, name, handler="unmatched", status="5xx") == 0
+    assert total(text, name, handler="unmatched", status="4xx") == 1
+
+
 def record(message: str, fields: dict[str, Any] | None = None) -> logging.LogRecord:
     made = logging.LogRecord("foveal_runtime.frontend", 20, "f", 1, message, (), None)
     if fields is not None:

@@ -142,7 +142,9 @@ class RequestContext:
             self._metrics.inc("foveal_client_disconnects")
         elif error is not None:
             self._metrics.inc("foveal_request_errors", code=error)
-        handler = getattr(scope.get("route"), "path", "unmatched")
+        # What is refused before a route is looked for belongs to its path nevertheless.
+        named: str = scope["path"] if scope["path"] in ADMITTED else "unmatched"
+        handler: str = getattr(scope.get("route"), "path", named)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         grouped = f"{status // 100}xx"
         self._metrics.inc("http_requests", handler=handler, method=method, status=grouped)
