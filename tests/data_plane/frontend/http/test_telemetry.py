@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage, counts_file
 from foveal_runtime.frontend.http.monitoring.siblings import Siblings, socket_path
+from foveal_runtime.plan import errors
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.telemetry.exposition import OPENMETRICS, TEXT, PageFormat, merge, parse
@@ -195,6 +196,18 @@ def test_what_does_not_fit_is_not_counted_on_from(tmp_path: Path) -> None:
         metrics.keep(file)
         metrics.set("vllm:mm_cache_hits", 1)
         assert total(metrics.exposition().decode(), "vllm:mm_cache_hits_total") == 1
+
+
+def test_what_can_happen_begins_at_zero() -> None:
+    """Otherwise the first failure is no increase, and no alert or graph shows it."""
+    text = Metrics("frontend", model_name="m", process="p").exposition().decode()
+    told = [kind.code for kind in vars(errors).values() if hasattr(kind, "code")]
+    for family, label, wanted in (
+        ("foveal_request_errors_total", "code", {*told} - {"startup_error"}),
+        ("foveal_request_resubmissions_total", "reason", {"disconnected", "silent"}),
+    ):
+        names = (dict(labels) for name, labels in values(text) if name == family)
+        assert {labels[label] for labels in names} >= wanted
 
 
 async def test_what_is_refused_early_counts_for_its_path(start: Any) -> None:
