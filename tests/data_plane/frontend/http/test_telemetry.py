@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
@@ -313,6 +313,29 @@ async def test_spans_continue_the_callers_trace(start: Any) -> None:
                 "gen_ai.response.finish_reasons": ("stop",),
             }
     provider.shutdown()
+
+
+async def test_a_servers_span_tells_its_own_failures(start: Any) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with start(tracing=Tracing(provider.get_tracer("test"))) as harness:
+        await harness.chat(top_p=5)
+        harness.generator.error = EngineFailure("gone")
+        await harness.chat()
+        await harness.until(lambda: sum(_is_root(s) for s in exporter.get_finished_spans()) == 2)
+    refused, failed = (span for span in exporter.get_finished_spans() if _is_root(span))
+    assert refused.attributes is not None
+    assert refused.attributes["http.response.status_code"] == 400
+    assert refused.attributes["http.request.method"] == "POST"
+    assert refused.attributes["url.path"] == "/v1/chat/completions"
+    assert (refused.status.is_unset, failed.status.is_ok) == (True, False)
+    assert failed.status.description == "engine_error"
+    provider.shutdown()
+
+
+def _is_root(span: ReadableSpan) -> bool:
+    return span.name.startswith("POST")
 
 
 def test_tracing_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
