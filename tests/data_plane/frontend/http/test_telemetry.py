@@ -252,6 +252,14 @@ def test_log_lines() -> None:
     assert "request_id=req-1" in text
 
 
+@pytest.mark.parametrize("formatter", [JsonFormatter("p"), TextFormatter()])
+def test_names_that_are_not_utf8_make_a_line(formatter: logging.Formatter) -> None:
+    """logging printed a traceback in place of the line."""
+    line = formatter.format(record("found", {"file": "a\udcff b"}))
+    assert line.count("a\\udcff b") == 1
+    assert "\n" not in line
+
+
 async def test_request_line_has_the_id_and_no_text(harness: Any) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
