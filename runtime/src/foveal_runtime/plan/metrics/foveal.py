@@ -72,7 +72,7 @@ _MIRROR_FRONTEND = (
     _one(_FRONTEND, "counter", "mirror_needs_received", "Values an engine requested.", "engine"),
     _one(_FRONTEND, "counter", "mirror_nofills", "Values that could not be rebuilt.", "engine"),
     _one(_FRONTEND, "counter", "mirror_session_resets", "Sessions restarted.", "engine", "why"),
-    _one(_FRONTEND, "counter", "mirror_value_sources", "Sources of values that engines requested.",
+    _one(_FRONTEND, "counter", "mirror_value_sources", "Sources of values to be sent.",
          "source", known=(("source", ("processor_cache", "retained", "recomputed", "lost")),)),
     _one(_FRONTEND, "gauge", "mirror_keys", "Keys believed to be in an engine's cache.", "engine"),
     _one(_FRONTEND, "gauge", "mirror_window_inflight_bytes", "Value bytes not yet acknowledged.",
