@@ -292,7 +292,7 @@ OPERATOR_ALERTS = (
     ),
     Alert(
         name="FovealOperatorApiErrors",
-        expr=_O.rate("rest_client_requests", code="~5..|429") + " / "
+        expr=_O.rate("rest_client_requests", code="~5..|429|<error>") + " / "
         + _O.rate("rest_client_requests") + " > 0.1",
         hold="10m",
         severity="warning",
