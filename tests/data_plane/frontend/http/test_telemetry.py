@@ -176,6 +176,9 @@ async def test_sums_do_not_fall_when_a_process_dies(tmp_path: Path, form: PageFo
         metrics.inc("vllm:request_success", finished_reason="stop")
         metrics.observe("vllm:request_prompt_tokens", size)
     assert await seen() == (1, 1, 1, 4), "what a process has never shown is not known"
+    unreachable = b"foveal_metrics_peers_unreachable{"
+    assert unreachable in await page.text(form)
+    assert unreachable not in one.exposition(form), "what a sibling shows of it an hour later"
     other.exposition()
     assert await seen() == (2, 1, 2, 74)
     again = _process(tmp_path, 1)

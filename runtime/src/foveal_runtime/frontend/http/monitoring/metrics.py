@@ -32,6 +32,7 @@ from foveal_runtime.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+_UNREACHABLE = "foveal_metrics_peers_unreachable"
 _PEER_SECONDS = 2.0
 _MAX_PEER_BYTES = 16 << 20
 
@@ -72,8 +73,10 @@ class MetricsPage:
             for peer in missing
             if peer in self._siblings
         ]
-        self._metrics.set("foveal_metrics_peers_unreachable", len(missing))
-        return merge([parse(self._metrics.exposition(form).decode(), form), *pages], form)
+        self._metrics.set(_UNREACHABLE, len(missing))
+        mine = self._metrics.exposition(form).decode()
+        self._metrics.clear(_UNREACHABLE)  # of this answer alone: a sibling may ask for the next
+        return merge([parse(mine, form), *pages], form)
 
     async def _fetch(self, peer: str, form: PageFormat) -> list[Family] | None:
         path = peer.removeprefix("unix:") if peer.startswith("unix:") else None
