@@ -175,10 +175,10 @@ def test_options_and_fields_beside_vllms_exist() -> None:
             found = found["properties"][part]
 
 
-def test_the_scrape_job_of_the_page_sets_the_labels_of_podmonitors() -> None:
+def test_the_scrape_jobs_of_the_page_do_what_podmonitors_do() -> None:
     blocks = split((DOCS / "how-to" / "observability.md").read_text(encoding="utf-8"))[1]
     [text] = [block.text for block in blocks if "scrape_configs:" in block.text]
-    [job] = yaml.safe_load(text)["scrape_configs"]
+    job, operator = yaml.safe_load(text)["scrape_configs"]
     rules = {rule.get("target_label"): rule["source_labels"] for rule in job["relabel_configs"]}
     assert rules.keys() - {None} == promql.TARGET_LABELS
     golden = DOCS.parent / "tests/control_plane/golden/gpu.yaml"
@@ -187,6 +187,10 @@ def test_the_scrape_job_of_the_page_sets_the_labels_of_podmonitors() -> None:
     [endpoint] = monitor["spec"]["podMetricsEndpoints"]
     for rule in endpoint["relabelings"]:
         assert rules[rule["targetLabel"]] == rule["sourceLabels"]
+    chart = (DOCS.parent / "charts/foveal/templates/podmonitor.yaml").read_text(encoding="utf-8")
+    assert ("honorLabels: true" in chart, operator["honor_labels"]) == (True, True)
+    found = {rule.get("target_label") for rule in operator["relabel_configs"]} - {None}
+    assert found == {"namespace", "pod"}
 
 
 def test_the_page_of_keys_creates_the_examples_secrets() -> None:

@@ -21,7 +21,8 @@ frontend shows the engines' series too when it is told about them (`metrics_peer
 
 Families named `vllm:` keep the names, types, labels and buckets that existing dashboards use. Each
 family has one exporter, so sums over processes count nothing twice; frontends leave the label
-`engine` empty.
+`engine` empty. Families without the label `process` add up the HTTP processes of a frontend. One
+that dies or does not answer leaves in the sum what it showed last, and its successor counts on.
 
 Histograms marked *exemplars* show the trace of a request in each bucket, where requests are traced
 and the scraper accepts OpenMetrics

@@ -207,6 +207,11 @@ CASES: dict[str, tuple[Series, Series]] = {
 }  # fmt: skip
 
 
+# What an operator shows of its reconciles before the first has ended.
+FROM_ZERO = [
+    ("controller_runtime_reconcile", ",".join([OP, *(f'{k}="{v}"' for k, v in labels.items())]))
+    for labels in KNOWN["controller_runtime_reconcile"].first_series()
+]
 # alert -> further series, and whether it fires with them
 MORE: list[tuple[str, str, Series, bool]] = [
     ("FovealUnavailable", "is quiet at zero replicas",
@@ -220,6 +225,19 @@ MORE: list[tuple[str, str, Series, bool]] = [
     ("FovealMetricsAbsent", "is quiet at zero replicas",
      {SERVES: "0x60", **MEANT,
       f'foveal_inference_pods{{{N},role="engine",state="desired"}}': "0x60"}, False),
+    ("FovealFrontendsAtMost", "is quiet while frontends of a rollout drain",
+     {f'foveal_inference_pods{{{N},role="frontend",state="ready"}}': "4x60",
+      f'foveal_inference_max_pods{{{N},role="frontend"}}': "4x60",
+      f'vllm:admission_rejections_total{{{T},reason="draining"}}': "0+5x60"}, False),
+    ("FovealOperatorTwoLeaders", "is quiet where two jobs scrape one leader",
+     {f'{LEADER},pod="x",job="a"}}': "1x60", f'{LEADER},pod="y",job="a"}}': "0x60",
+      f'{LEADER},pod="x",job="b"}}': "1x60", f'{LEADER},pod="y",job="b"}}': "0x60"}, False),
+    ("FovealOperatorApiErrors", "fires where there is no answer",
+     {f'rest_client_requests_total{{{OP},verb="GET",code="200"}}': "0+50x60",
+      f'rest_client_requests_total{{{OP},verb="GET",code="<error>"}}': "0+50x60"}, True),
+    ("FovealOperatorQueueStuck", "fires where workers hang from the start",
+     {f'workqueue_depth{{{OP},pod="x",name="mmi"}}': "2x60", f'{LEADER},pod="x"}}': "1x60",
+      **{f'{name}_total{{{key}}}': "0x60" for name, key in FROM_ZERO}}, True),
     ("FovealOperatorQueueStuck", "is quiet on an idle cluster",
      {f'workqueue_depth{{{OP},pod="x",name="mmi"}}': "0x60", f'{LEADER},pod="x"}}': "1x60",
       f'workqueue_depth{{{OP},pod="y",name="mmi"}}': "5x60", f'{LEADER},pod="y"}}': "0x60",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -110,6 +111,54 @@ def test_a_failure_is_counted_once() -> None:
     told(telemetry, resource, **failing())
     name = "foveal_inference_pod_failures_total"
     assert telemetry.value(name, **NAME, reason="OOMKilled") == 1
+
+
+def test_a_failure_that_is_named_again_is_no_new_one() -> None:
+    """A rollout deleted the pod of the last failure: the one before it paged again."""
+    telemetry = Telemetry()
+    _, engine = revisions(BASE)
+    pods = tuple(
+        pod(f"e-{number}", engine, **ended(137, reason="OOMKilled", at=at))
+        for number, at in enumerate(("2026-01-01T00:00:00Z", "2026-01-01T01:00:00Z"))
+    )
+    resource = told(telemetry, BASE, **{**serving(), "engine_pods": pods[:1]})
+    resource = told(telemetry, resource, **{**serving(), "engine_pods": pods})
+    resource = told(telemetry, resource, **{**serving(), "engine_pods": pods[:1]})
+    assert resource["status"]["lastFailure"]["pod"] == "e-0"
+    name = "foveal_inference_pod_failures_total"
+    assert telemetry.value(name, **NAME, reason="OOMKilled") == 2
+
+
+def test_every_reason_begins_at_zero() -> None:
+    """The first failure of a reason is an increase only where there was a series before it."""
+    telemetry = Telemetry()
+    told(telemetry, BASE, **serving())
+    before = b"".join(telemetry.exposition()).decode()
+    _, engine = revisions(BASE)
+    found = {"FetchDenied", "FetchFailed", "NotFound", "ProfileFailed", "UnsupportedModel"}
+    for end in (
+        ended(2), ended(137, reason="OOMKilled"), ended(135), ended(1),
+        ended(1, "CUDA out of memory"),
+    ):  # fmt: skip
+        broken = pod("e-0", engine, ready=False, **end)
+        status = status_of(**{**serving(), "engine_pods": (broken,)})
+        assert status.last_failure is not None
+        found.add(status.last_failure.reason)
+    assert found > {"InvalidArgument", "OOMKilled", "ShmFull", "DeviceFull", "Crashed"}
+    of = 'foveal_inference_pod_failures_total{namespace="models",name="qwen",reason='
+    assert not {reason for reason in found if f'{of}"{reason}"}} 0.0' not in before}
+
+
+def test_budgets_that_have_gone_are_told_no_more() -> None:
+    """FovealBudgetExceeded fired until the operator restarted: on a measurement whose pods were
+    gone, and on a budget that the plan had no more."""
+    telemetry = Telemetry()
+    resource = told(telemetry, BASE, **serving(), measured={"ipc": 5 << 30})
+    resource = told(telemetry, resource, **serving())
+    assert b"foveal_inference_measured_bytes{" not in b"".join(telemetry.exposition())
+    status = msgspec.structs.replace(status_of(**serving()), budgets={})
+    gauges.put(telemetry, resource, None, status)
+    assert b"foveal_inference_budget_bytes{" not in b"".join(telemetry.exposition())
 
 
 def test_a_resource_that_has_gone_leaves_no_series() -> None:

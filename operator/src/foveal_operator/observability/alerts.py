@@ -104,7 +104,7 @@ MEMORY_ALERTS = (
         hold="1m",
         severity="warning",
         summary="Pods of @namespace@/@resource@ fail: {{ $labels.reason }}.",
-        about="Containers ended wrongly or cannot start; status.lastFailure has the last one.",
+        about="Containers ended wrongly or pods were evicted; status.lastFailure has the last one.",
     ),
 )  # fmt: skip
 
@@ -205,7 +205,7 @@ SERVING_ALERTS = (
     Alert(
         name="FovealFrontendsAtMost",
         expr=f"{_READY_FRONTENDS} >= {_MOST_FRONTENDS} and on () "
-        + _R.rate("vllm:admission_rejections") + " > 0",
+        + _R.rate("vllm:admission_rejections", reason="!draining") + " > 0",
         hold="10m",
         severity="warning",
         summary="All {{ $value }} frontends (the maximum) run, and requests are rejected.",
@@ -257,7 +257,8 @@ OPERATOR_ALERTS = (
     ),
     Alert(
         name="FovealOperatorTwoLeaders",
-        expr=f"sum ({_LEADS}) > 1",
+        # Of each pod once: a second monitor or job may scrape the operator, too.
+        expr=f"sum (max by (pod) ({_LEADS})) > 1",
         hold="1m",
         severity="critical",
         summary="{{ $value }} operators believe that they hold the Lease.",
@@ -291,7 +292,7 @@ OPERATOR_ALERTS = (
     ),
     Alert(
         name="FovealOperatorApiErrors",
-        expr=_O.rate("rest_client_requests", code="~5..|429") + " / "
+        expr=_O.rate("rest_client_requests", code="~5..|429|<error>") + " / "
         + _O.rate("rest_client_requests") + " > 0.1",
         hold="10m",
         severity="warning",

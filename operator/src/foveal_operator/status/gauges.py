@@ -19,8 +19,11 @@ from foveal_operator.kube.types import NamespacedName
 from foveal_operator.telemetry.series import Telemetry
 
 _STATES = ("desired", "replicas", "updated", "ready", "draining")
-_FAILURES = (reasons.OOM_KILLED, reasons.CRASHED, reasons.EVICTED, reasons.IMAGE_PULL,
-             reasons.UNSCHEDULABLE, reasons.INVALID_ARGUMENT)  # fmt: skip
+_FAILURES = (reasons.OOM_KILLED, reasons.SHM_FULL, reasons.DEVICE_FULL, reasons.CRASHED,
+             reasons.INVALID_ARGUMENT, reasons.EVICTED, reasons.FETCH_DENIED, reasons.NOT_FOUND,
+             reasons.FETCH_FAILED, reasons.UNSUPPORTED_MODEL,
+             reasons.PROFILE_FAILED)  # fmt: skip
+"""All that status.lastFailure says of pods and of Jobs."""
 _STATUSES = ("True", "False", "Unknown")
 
 
@@ -48,11 +51,19 @@ def put(
             ("engine", inference.num_engines),
         ):
             telemetry.set("foveal_inference_max_pods", most, **labels, role=role)
-    for name, budget in status.budgets.items():
-        telemetry.set("foveal_inference_budget_bytes", budget.bytes, **labels, budget=name)
-        if budget.measured_bytes is not None:
-            measured = budget.measured_bytes
-            telemetry.set("foveal_inference_measured_bytes", measured, **labels, budget=name)
+    planned = {name: budget.bytes for name, budget in status.budgets.items()}
+    measured = {
+        name: budget.measured_bytes
+        for name, budget in status.budgets.items()
+        if budget.measured_bytes is not None
+    }
+    for family, known in (
+        ("foveal_inference_budget_bytes", planned),
+        ("foveal_inference_measured_bytes", measured),
+    ):
+        telemetry.forget(family, known, label="budget", **labels)
+        for name, value in known.items():
+            telemetry.set(family, value, **labels, budget=name)
     _failure(telemetry, labels, resource, status)
 
 
@@ -85,14 +96,15 @@ def _failure(
     resource: dict[str, Any],
     status: MultiModalInferenceStatus,
 ) -> None:
-    """Counts a failure when the status names it first; those to be expected begin at zero."""
+    """Counts a failure that is newer than what the status named before: when the pod of the last
+    one has gone, an earlier one is named again. All reasons begin at zero."""
     for reason in _FAILURES:
         telemetry.count("foveal_inference_pod_failures", 0.0, **labels, reason=reason.name)
     last = status.last_failure
     if last is None:
         return
     before = (resource.get("status") or {}).get("lastFailure") or {}
-    if (before.get("pod"), before.get("time", "")) != (last.pod, last.time or ""):
+    if (last.time or "", last.pod) > (before.get("time", ""), before.get("pod", "")):
         telemetry.count("foveal_inference_pod_failures", 1.0, **labels, reason=last.reason)
 
 

@@ -47,7 +47,11 @@ def _seconds(name: str, help_: str, *labels: str) -> Metric:
 
 
 OPERATOR_METRICS: tuple[Metric, ...] = (
-    _counter("controller_runtime_reconcile", "Reconciles by result.", "controller", "result"),
+    _counter(
+        "controller_runtime_reconcile", "Reconciles by result.", "controller", "result",
+        known=(("controller", (CONTROLLER,)),
+               ("result", ("success", "requeue", "requeue_after", "error"))),
+    ),
     _counter(
         "controller_runtime_reconcile_errors", "Reconciles that failed.", "controller",
         known=(("controller", (CONTROLLER,)),),
@@ -64,8 +68,9 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     _seconds("workqueue_work_duration_seconds", "Seconds a key is worked on.", "name"),
     _gauge("workqueue_longest_running_processor_seconds", "Age of the oldest reconcile.", "name"),
     _counter(
-        "rest_client_requests", "Answers of the API server.", "verb", "code",
-        known=(("verb", ("LIST", "APPLY")), ("code", ("429", "500", "503"))),
+        "rest_client_requests", "Requests to the API server, those without an answer, too.",
+        "verb", "code",
+        known=(("verb", ("LIST", "APPLY")), ("code", ("429", "500", "503", "<error>"))),
     ),
     _seconds("rest_client_request_duration_seconds", "Seconds of an API request.", "verb"),
     _gauge("leader_election_master_status", "1 on the replica that writes.", "name"),

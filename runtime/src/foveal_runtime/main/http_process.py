@@ -19,6 +19,7 @@ from foveal_runtime.frontend.http.access.admin import HeldRequest, LoraAction
 from foveal_runtime.frontend.http.app import build_app
 from foveal_runtime.frontend.http.asgi.listeners import bind_unix
 from foveal_runtime.frontend.http.asgi.server import serve as serve_http
+from foveal_runtime.frontend.http.monitoring.metrics import counts_file
 from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
 from foveal_runtime.frontend.http.monitoring.siblings import Siblings, sibling_app, socket_path
 from foveal_runtime.frontend.items.input_processor import MediaInput
@@ -110,6 +111,8 @@ async def serve(
     processor = MediaInput(config, workers, info, knowledge=client, stats=stats)
     metrics = _metrics(config, stats, processor, client)
     metrics.add_source(phases.collect)
+    if member:
+        metrics.keep(counts_file(socket_path(member.folder, member.number)))
     app = build_app(
         config,
         processor=processor,

@@ -7,6 +7,7 @@ Never logs request text, keys or media.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -65,7 +66,7 @@ class JsonFormatter(logging.Formatter):
         line.update(_fields(record))
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return _encoder.encode(line).decode()
+        return _json(line)
 
 
 class TextFormatter(logging.Formatter):
@@ -86,7 +87,14 @@ def _plain(value: Any) -> str:
     text = str(value)
     if text and text.isprintable() and not any(char in text for char in ' "='):
         return text
-    return _encoder.encode(text).decode()
+    return _json(text)
+
+
+def _json(value: Any) -> str:
+    try:
+        return _encoder.encode(value).decode()
+    except UnicodeEncodeError:  # the name of a file that is not UTF-8
+        return json.dumps(value, default=str)
 
 
 def configure_logging(

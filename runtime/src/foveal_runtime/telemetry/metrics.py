@@ -7,9 +7,12 @@ a bug and fails at once.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -29,8 +32,18 @@ _MAX_KEYS = 256
 """Of one family, kept so that they need not be put together for each value."""
 
 
+class FamilyTotals(msgspec.Struct, array_like=True):
+    """What a family has counted: counters, and histograms as (labels, counts, sum)."""
+
+    values: list[tuple[LabelValues, float]]
+    histograms: list[tuple[LabelValues, list[int], float]]
+
+
+_read_totals = msgspec.json.Decoder(dict[str, FamilyTotals]).decode
+
+
 class _Series:
-    """All series of one family."""
+    """All series of one family. `before`: what an earlier process in this one's place counted."""
 
     def __init__(self, metric: Metric, buckets: tuple[float, ...], fixed: Mapping[str, str]):
         self.metric = metric
@@ -40,6 +53,7 @@ class _Series:
         self.histograms: dict[LabelValues, Histogram] = {}
         self.exemplars: dict[LabelValues, dict[int, Exemplar]] = {}
         """The newest of each bucket, by its index."""
+        self.before = FamilyTotals([], [])
         self._names = frozenset(metric.labels)
         self.required = self._names - set(fixed)
         self._keys: dict[tuple[tuple[str, str], ...], LabelValues] = {}
@@ -67,22 +81,48 @@ class _Series:
             found = self.histograms[key] = Histogram(self.buckets)
         return found
 
-    def family(self) -> Family:
+    @property
+    def is_shared(self) -> bool:
+        """Whether its series are added to those of other processes: they name none."""
+        return self.metric.kind != "gauge" and "process" not in self.metric.labels
+
+    def totals(self) -> FamilyTotals:
+        values = dict(self.before.values)
+        for key, value in self.values.items():
+            values[key] = values.get(key, 0.0) + value
+        counted = {key: (counts, total) for key, counts, total in self.before.histograms}
+        for key, found in self.histograms.items():
+            counts, total = counted.get(key, ([0] * len(found.counts), 0.0))
+            added = [one + other for one, other in zip(counts, found.counts, strict=True)]
+            counted[key] = (added, total + found.total)
+        return FamilyTotals([*values.items()], [(key, *each) for key, each in counted.items()])
+
+    def fits(self, totals: FamilyTotals) -> bool:
+        """Whether they are of this family as it is declared."""
+        num_labels, num_counts = len(self.metric.labels), len(self.buckets) + 1
+        keys = [key for key, _ in totals.values] + [key for key, *_ in totals.histograms]
+        return all(len(key) == num_labels for key in keys) and all(
+            len(counts) == num_counts for _, counts, _ in totals.histograms
+        )
+
+    def family(self, totals: FamilyTotals | None = None) -> Family:
+        """Of what it has counted, or of other `totals`."""
         metric, labels = self.metric, list(self.metric.labels)
+        shown = self.totals() if totals is None else totals
         if metric.kind == "histogram":
             out = HistogramMetricFamily(metric.name, metric.help, labels=labels)
-            for key, found in self.histograms.items():
-                traced = self.exemplars.get(key, {})
-                counted = _cumulative(self.buckets, found.counts)
+            for key, counts, total in shown.histograms:
+                traced = self.exemplars.get(key, {}) if totals is None else {}
+                counted = _cumulative(self.buckets, counts)
                 buckets = [
                     (*pair, traced[index]) if index in traced else pair
                     for index, pair in enumerate(counted)
                 ]
-                out.add_metric(list(key), buckets, found.total)
+                out.add_metric(list(key), buckets, total)
             return out
         make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         flat = make(metric.name, metric.help, labels=labels)
-        for key, value in self.values.items():
+        for key, value in shown.values:
             flat.add_metric(list(key), value)
         return flat
 
@@ -159,6 +199,7 @@ class Metrics(Collector):
                 fixed_here = {name: mine[name] for name in metric.labels if name in mine}
                 self._series[metric.name] = _Series(metric, buckets, fixed_here)
         self._sources: list[Source] = []
+        self._kept: Path | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         for collector in (ProcessCollector(registry=None), PlatformCollector(registry=None)):
@@ -211,13 +252,42 @@ class Metrics(Collector):
     def add_source(self, source: Source) -> None:
         self._sources.append(source)
 
+    def keep(self, file: Path) -> None:
+        """Counts on from what an earlier process left in `file`, and leaves there what each page
+        shows of the families whose series are added to other processes': their sums never fall."""
+        for name, totals in self._read(file).items():
+            self._series[name].before = totals
+        self._kept = file
+
+    def families_in(self, file: Path) -> list[Family]:
+        """Of the process that keeps `file`; none where it has shown nothing yet."""
+        return [self._series[name].family(totals) for name, totals in self._read(file).items()]
+
+    def _read(self, file: Path) -> dict[str, FamilyTotals]:
+        try:
+            found = _read_totals(file.read_bytes())
+        except (OSError, msgspec.DecodeError):
+            return {}
+        series = self._series
+        return {n: each for n, each in found.items() if n in series and series[n].fits(each)}
+
+    def _write(self, file: Path) -> None:
+        shared = {n: each.totals() for n, each in self._series.items() if each.is_shared}
+        new = file.with_suffix(".new")
+        with contextlib.suppress(OSError):  # a full disk costs no page
+            new.write_bytes(msgspec.json.encode(shared))
+            new.replace(file)
+
     def collect(self) -> Iterable[Family]:
         """For prometheus_client; families without series are left out."""
         for source in self._sources:
             source(self)
+        if self._kept is not None:
+            self._write(self._kept)
         for series in self._series.values():
-            if series.values or series.histograms:
-                yield series.family()
+            family = series.family()
+            if family.samples:
+                yield family
 
     def exposition(self, form: PageFormat = TEXT) -> bytes:
         return form.render(self._registry)

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
+from foveal_runtime.frontend.http.monitoring.metrics import MetricsPage, counts_file
+from foveal_runtime.frontend.http.monitoring.siblings import Siblings, socket_path
+from foveal_runtime.plan import errors
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.metrics import METRICS
-from foveal_runtime.telemetry.exposition import merge, parse
+from foveal_runtime.telemetry.exposition import OPENMETRICS, TEXT, PageFormat, merge, parse
 from foveal_runtime.telemetry.logs import JsonFormatter, TextFormatter, request_id_of_task
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.tracing import NO_SPAN, Tracing, child_span, configure_tracing
@@ -143,6 +146,86 @@ async def test_page_shows_peers_and_survives_their_absence(start: Any) -> None:
     assert total(own, "vllm:request_success_total", finished_reason="stop") == 1
 
 
+def _process(folder: Path, number: int) -> Metrics:
+    metrics = Metrics("frontend", model_name="m", process=f"frontend-0/{number}")
+    metrics.keep(counts_file(socket_path(str(folder), number)))
+    return metrics
+
+
+@pytest.mark.parametrize("form", [TEXT, OPENMETRICS])
+async def test_sums_do_not_fall_when_a_process_dies(tmp_path: Path, form: PageFormat) -> None:
+    """Prometheus takes less for a restart, and counts all there is once more."""
+    one, other = _process(tmp_path, 0), _process(tmp_path, 1)
+    page = MetricsPage(one, (), Siblings([socket_path(str(tmp_path), 1)]).metrics_peers)
+
+    async def seen() -> tuple[float, float, float, float]:
+        families = {family.name: family for family in parse((await page.text(form)).decode(), form)}
+        samples = {
+            (sample.name, sample.labels.get("finished_reason") or sample.labels.get("le")): sample
+            for name in ("vllm:request_success", "vllm:request_prompt_tokens")
+            for sample in families[name].samples
+        }
+        return tuple(samples[key].value for key in (
+            ("vllm:request_success_total", "stop"),
+            ("vllm:request_prompt_tokens_bucket", "5.0"),
+            ("vllm:request_prompt_tokens_count", None),
+            ("vllm:request_prompt_tokens_sum", None),
+        ))  # type: ignore[return-value]  # fmt: skip
+
+    for metrics, size in ((one, 4), (other, 70)):
+        metrics.inc("vllm:request_success", finished_reason="stop")
+        metrics.observe("vllm:request_prompt_tokens", size)
+    assert await seen() == (1, 1, 1, 4), "what a process has never shown is not known"
+    unreachable = b"foveal_metrics_peers_unreachable{"
+    assert unreachable in await page.text(form)
+    assert unreachable not in one.exposition(form), "what a sibling shows of it an hour later"
+    other.exposition()
+    assert await seen() == (2, 1, 2, 74)
+    again = _process(tmp_path, 1)
+    again.set("vllm:mm_cache_queries", 3)
+    again.inc("vllm:request_success", finished_reason="stop")
+    assert await seen() == (2, 1, 2, 74)
+    again.exposition()
+    assert await seen() == (3, 1, 2, 74)
+    assert not again.exposition().count(b"frontend-0/0")
+
+
+def test_what_does_not_fit_is_not_counted_on_from(tmp_path: Path) -> None:
+    file = tmp_path / "1.counts"
+    for text in (b"", b"{", b'{"vllm:mm_cache_hits":[[[["m","",""],9.0]],[]],"no":[[],[]]}',
+                 b'{"vllm:request_prompt_tokens":[[],[[["m",""],[1,2],3.0]]]}'):  # fmt: skip
+        file.write_bytes(text)
+        metrics = Metrics("frontend", model_name="m", process="p")
+        metrics.keep(file)
+        metrics.set("vllm:mm_cache_hits", 1)
+        assert total(metrics.exposition().decode(), "vllm:mm_cache_hits_total") == 1
+
+
+def test_what_can_happen_begins_at_zero() -> None:
+    """Otherwise the first failure is no increase, and no alert or graph shows it."""
+    text = Metrics("frontend", model_name="m", process="p").exposition().decode()
+    told = [kind.code for kind in vars(errors).values() if hasattr(kind, "code")]
+    for family, label, wanted in (
+        ("foveal_request_errors_total", "code", {*told} - {"startup_error"}),
+        ("foveal_request_resubmissions_total", "reason", {"disconnected", "silent"}),
+    ):
+        names = (dict(labels) for name, labels in values(text) if name == family)
+        assert {labels[label] for labels in names} >= wanted
+
+
+async def test_what_is_refused_early_counts_for_its_path(start: Any) -> None:
+    async with start() as harness:
+        harness.app.gate.draining = True
+        assert (await harness.chat()).status_code == 503
+        await harness.http.post("/v1/evil", content=b"{}")
+        text = (await harness.http.get("/metrics")).text
+        harness.app.gate.draining = False
+    name = "http_requests_total"
+    assert total(text, name, handler="/v1/chat/completions", status="5xx") == 1
+    assert total(text, name, handler="unmatched", status="5xx") == 0
+    assert total(text, name, handler="unmatched", status="4xx") == 1
+
+
 def record(message: str, fields: dict[str, Any] | None = None) -> logging.LogRecord:
     made = logging.LogRecord("foveal_runtime.frontend", 20, "f", 1, message, (), None)
     if fields is not None:
@@ -170,6 +253,14 @@ def test_log_lines() -> None:
     assert (parsed["message"], parsed["status"], parsed["request_id"]) == ("a\nb", 200, "req-1")
     assert 'path="/x y"' in text
     assert "request_id=req-1" in text
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter("p"), TextFormatter()])
+def test_names_that_are_not_utf8_make_a_line(formatter: logging.Formatter) -> None:
+    """logging printed a traceback in place of the line."""
+    line = formatter.format(record("found", {"file": "a\udcff b"}))
+    assert line.count("a\\udcff b") == 1
+    assert "\n" not in line
 
 
 async def test_request_line_has_the_id_and_no_text(harness: Any) -> None:
@@ -233,6 +324,29 @@ async def test_spans_continue_the_callers_trace(start: Any) -> None:
                 "gen_ai.response.finish_reasons": ("stop",),
             }
     provider.shutdown()
+
+
+async def test_a_servers_span_tells_its_own_failures(start: Any) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with start(tracing=Tracing(provider.get_tracer("test"))) as harness:
+        await harness.chat(top_p=5)
+        harness.generator.error = EngineFailure("gone")
+        await harness.chat()
+        await harness.until(lambda: sum(_is_root(s) for s in exporter.get_finished_spans()) == 2)
+    refused, failed = (span for span in exporter.get_finished_spans() if _is_root(span))
+    assert refused.attributes is not None
+    assert refused.attributes["http.response.status_code"] == 400
+    assert refused.attributes["http.request.method"] == "POST"
+    assert refused.attributes["url.path"] == "/v1/chat/completions"
+    assert (refused.status.is_unset, failed.status.is_ok) == (True, False)
+    assert failed.status.description == "engine_error"
+    provider.shutdown()
+
+
+def _is_root(span: ReadableSpan) -> bool:
+    return span.name.startswith("POST")
 
 
 def test_tracing_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

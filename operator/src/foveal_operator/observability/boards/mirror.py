@@ -35,7 +35,8 @@ _HEALTH = Row("Health", (
           (D.rate("foveal_mirror_limbo_rescued"), "cancelled"),
           (D.rate("foveal_cache_evictions", "reason", cache="ipc"), "evicted: {{reason}}"),
           unit="ops"),
-    graph("Sources of requested values", "The processor cache, a second run, or nowhere.",
+    graph("Sources of values", "Of those to be sent: the processor cache, kept since it was made, "
+          "a run of the processor, or lost.",
           (D.rate("foveal_mirror_value_sources", "source"), "{{source}}"),
           (D.rate("foveal_mirror_nofills"), "could not be rebuilt"), unit="ops"),
     graph("Wait for values", "Time a request waited in an engine until its values were there.",

@@ -30,7 +30,10 @@ _GRAMMAR_CODES = ("schema_invalid", "schema_unsupported", "schema_too_large", "s
 _REQUEST_CODES = ("invalid_request_error", "context_length_exceeded", "unsupported_feature",
                   *_GRAMMAR_CODES,
                   "overloaded", "rate_limit_exceeded", "no_engine", "engine_error",
-                  "internal_error")  # fmt: skip
+                  "internal_error", "invalid_api_key", "not_found", "request_quarantined",
+                  "upload_too_slow")  # fmt: skip
+SESSION_ENDS = ("disconnected", "gap", "silent", "unknown_session")
+"""Why sessions with engines end that had been open; others are refused while they open."""
 
 
 _one = family("foveal_", _P)
@@ -69,7 +72,7 @@ _MIRROR_FRONTEND = (
     _one(_FRONTEND, "counter", "mirror_needs_received", "Values an engine requested.", "engine"),
     _one(_FRONTEND, "counter", "mirror_nofills", "Values that could not be rebuilt.", "engine"),
     _one(_FRONTEND, "counter", "mirror_session_resets", "Sessions restarted.", "engine", "why"),
-    _one(_FRONTEND, "counter", "mirror_value_sources", "Sources of values that engines requested.",
+    _one(_FRONTEND, "counter", "mirror_value_sources", "Sources of values to be sent.",
          "source", known=(("source", ("processor_cache", "retained", "recomputed", "lost")),)),
     _one(_FRONTEND, "gauge", "mirror_keys", "Keys believed to be in an engine's cache.", "engine"),
     _one(_FRONTEND, "gauge", "mirror_window_inflight_bytes", "Value bytes not yet acknowledged.",
@@ -151,7 +154,8 @@ _DOOR = (
     _one(_FRONTEND, "histogram", "grammar_compile_seconds", "Time to compile a schema or grammar "
          "that was not known yet, waiting included.", unit="seconds", buckets=STAGE_BUCKETS),
     _one(_FRONTEND, "counter", "request_resubmissions", "Sequences sent to another engine.",
-         "reason", known=(("reason", ("engine_abort", "overloaded", "draining")),)),
+         "reason",
+         known=(("reason", ("engine_abort", "overloaded", "draining", *SESSION_ENDS)),)),
     _one(_FRONTEND, "counter", "routing_picks", "Attempts sent, by the router's reason: only, "
          "held, remembered, load.", "engine", "why"),
     _one(_FRONTEND, "histogram", "first_token_seconds", "Time to the first token by media: text "

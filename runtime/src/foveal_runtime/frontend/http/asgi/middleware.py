@@ -121,7 +121,7 @@ class RequestContext:
                 await failure(scope, internal_error(request_id), 500)(scope, receive, send_with_id)
         finally:
             span.set("http.response.status_code", status)
-            span.end(scope.get("foveal.error", ""))
+            span.end(_failure_of(scope, status))
             span_of_task.reset(span_token)
             self._finish(scope, status, time.monotonic() - started, span.trace_id())
             request_id_of_task.reset(token)
@@ -133,6 +133,8 @@ class RequestContext:
             key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
         }
         span = self._tracing.start(f"{scope['method']} {scope['path']}", headers)
+        span.set("http.request.method", scope["method"])
+        span.set("url.path", scope["path"])
         span.set("foveal.request_id", request_id)
         return span
 
@@ -142,7 +144,9 @@ class RequestContext:
             self._metrics.inc("foveal_client_disconnects")
         elif error is not None:
             self._metrics.inc("foveal_request_errors", code=error)
-        handler = getattr(scope.get("route"), "path", "unmatched")
+        # What is refused before a route is looked for belongs to its path nevertheless.
+        named: str = scope["path"] if scope["path"] in ADMITTED else "unmatched"
+        handler: str = getattr(scope.get("route"), "path", named)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         grouped = f"{status // 100}xx"
         self._metrics.inc("http_requests", handler=handler, method=method, status=grouped)
@@ -162,6 +166,12 @@ class RequestContext:
             if error is not None:
                 fields["error"] = error
             logger.log(level, "request", extra={"fields": fields})
+
+
+def _failure_of(scope: Scope, status: int) -> str:
+    """The error that a server's span tells: what clients do wrong, or stop, is none of its own."""
+    error: str = scope.get("foveal.error", "")
+    return "" if error == CLIENT_DISCONNECT or 400 <= status < 500 else error
 
 
 def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import aiohttp
 from prometheus_client import Metric as Family
@@ -31,8 +32,14 @@ from foveal_runtime.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+_UNREACHABLE = "foveal_metrics_peers_unreachable"
 _PEER_SECONDS = 2.0
 _MAX_PEER_BYTES = 16 << 20
+
+
+def counts_file(socket_path: str) -> Path:
+    """Where the process of this socket keeps what it has counted."""
+    return Path(socket_path).with_suffix(".counts")
 
 
 class MetricsPage:
@@ -52,14 +59,24 @@ class MetricsPage:
         return _answer(await self.text(form, own=own), form)
 
     async def text(self, form: PageFormat = TEXT, *, own: bool = False) -> bytes:
-        """A peer that does not answer is left out and counted."""
+        """A peer that does not answer is left out and counted. Of a sibling, what it last showed
+        and others add to stays: a sum that fell would be taken for a restart, and all of it for
+        new."""
         peers = self._siblings if own else (*self._siblings, *self._peers)
         if not peers:
             return self._metrics.exposition(form)
         found = await asyncio.gather(*(self._fetch(peer, form) for peer in peers))
+        missing = [peer for peer, page in zip(peers, found, strict=True) if page is None]
         pages = [page for page in found if page is not None]
-        self._metrics.set("foveal_metrics_peers_unreachable", len(found) - len(pages))
-        return merge([parse(self._metrics.exposition(form).decode(), form), *pages], form)
+        pages += [
+            self._metrics.families_in(counts_file(peer.removeprefix("unix:")))
+            for peer in missing
+            if peer in self._siblings
+        ]
+        self._metrics.set(_UNREACHABLE, len(missing))
+        mine = self._metrics.exposition(form).decode()
+        self._metrics.clear(_UNREACHABLE)  # of this answer alone: a sibling may ask for the next
+        return merge([parse(mine, form), *pages], form)
 
     async def _fetch(self, peer: str, form: PageFormat) -> list[Family] | None:
         path = peer.removeprefix("unix:") if peer.startswith("unix:") else None

@@ -17,6 +17,7 @@ from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.plan.metrics import METRICS
+from foveal_runtime.plan.metrics.foveal import SESSION_ENDS
 from foveal_runtime.telemetry.metrics import Metrics
 
 _BY_ENGINE = [
@@ -156,7 +157,7 @@ def _mirror(metrics: Metrics, link: EngineLink) -> None:
     metrics.set("foveal_mirror_value_bytes_avoided", stats.bytes_avoided, engine=engine)
     for kind, count in stats.bytes_sent.items():
         metrics.set("foveal_mirror_value_bytes_sent", count, engine=engine, kind=kind)
-    for why, count in {"gap": 0, **stats.session_resets}.items():
+    for why, count in {**dict.fromkeys(SESSION_ENDS, 0), **stats.session_resets}.items():
         metrics.set("foveal_mirror_session_resets", count, engine=engine, why=why)
     if sender.is_up:
         metrics.set("foveal_mirror_keys", len(sender.confirmed), engine=engine)
