@@ -21,7 +21,7 @@ NIL = msgspec.Raw(b"\xc0")
 """An opaque part that says nothing."""
 
 SessionId = tuple[int, int]
-"""(fboot: u64 made at frontend start, cnt: number of the HELLO)."""
+"""(fboot: u64 of its own for each link of a frontend, cnt: number of the HELLO)."""
 
 RequestId = tuple[str, int]
 """(request id, attempt number)."""

@@ -58,8 +58,8 @@ __all__ = ["DownEvent", "SendItem", "SendValue", "Sender", "Sending"]
 class Sender:
     """The frontend's half of one mirror.
 
-    `frontend_boot` is a u64 that changes with every frontend start; `refusals` is the book that
-    all senders of the frontend share.
+    `frontend_boot` is a u64 that changes with every frontend start, and with every link to the same
+    engine; `refusals` is the book that all senders of the frontend share.
     """
 
     def __init__(

@@ -198,7 +198,7 @@ class SharedFile:
 
 
 class SharedWriter:
-    """One writer per frontend process; `frontend_boot` is the u64 of its session ids.
+    """One writer per frontend process; `frontend_boot` is a u64 that changes with every start.
 
     Raises StartupError when the folder cannot be made. `close` removes everything.
     """

@@ -169,6 +169,36 @@ async def test_membership_changes_let_requests_finish():
         assert len(scripted.engines[stays].served) == 1
 
 
+async def test_an_engine_that_is_back_before_it_finished_keeps_its_streams():
+    """A name server left it out once: a second link of the same name broke all streams of the
+    first, and the engine took no request before that one had ended."""
+    async with running(2) as (scripted, client):
+        for engine in scripted.engines.values():
+            engine.allowance = 1
+        request = make_request("a", 1)
+        stream = client.generate(request)
+        tokens = list((await anext(stream)).token_ids)
+        [link] = [link for link in client.links() if link.inflight]
+        [stays] = [endpoint for endpoint in scripted.engines if endpoint != link.endpoint]
+        for _ in range(2):
+            client.set_endpoints([stays])
+            await asyncio.sleep(0)
+            client.set_endpoints([stays, link.endpoint])
+        assert link in client.links()
+        assert client.num_ready_engines() == 2
+        scripted.engines[link.endpoint].allowance = None
+        async for output in stream:
+            tokens.extend(output.token_ids)
+        assert tokens == expected(request)
+        assert scripted.taken() == [link.endpoint]
+        await asyncio.sleep(0.01)
+        assert link.is_ready, "it was left before, and is idle"
+        client.set_endpoints([stays])
+        await until(lambda: not link.sender.is_up)
+        client.set_endpoints([stays, link.endpoint])
+        await until(lambda: client.num_ready_engines() == 2)
+
+
 async def test_an_engine_that_left_and_never_finishes_is_given_up():
     async with running(2, drain_seconds=0.05) as (scripted, client):
         for engine in scripted.engines.values():

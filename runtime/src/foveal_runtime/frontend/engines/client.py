@@ -87,16 +87,16 @@ class EngineClient:
         self.router = Router()
         # The routing id at the engine: several HTTP processes of a pod are several frontends.
         self.frontend_id = f"{config.frontend_id}/{os.getpid()}-{secrets.token_hex(3)}"
-        self._boot = time.time_ns()
         self._open = open_transport or self._open_zmq
         self._resolve = resolve or _addresses
         self._links: dict[str, EngineLink] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: dict[str, EngineLink] = {}
+        self._finishing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._max_model_len = 0
         self.quarantine = Quarantine(turn_seconds=config.admission.no_engine_wait_seconds)
-        self.shared = SharedValues.from_config(config, self._boot, self.links)
+        self.shared = SharedValues.from_config(config, time.time_ns(), self.links)
 
     # ---- life -----------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -107,23 +107,27 @@ class EngineClient:
             self._watcher = asyncio.create_task(self._watch_names(names))
 
     async def close(self) -> None:
-        tasks = [t for t in (self._watcher, *self._leaving) if t is not None]
+        tasks = [t for t in (self._watcher, *self._finishing) if t is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(link.close() for link in self._links.values()))
+        links = [*self._links.values(), *self._leaving.values()]
+        await asyncio.gather(*(link.close() for link in links))
         self._links.clear()
         if self.shared is not None:
             self.shared.close()
 
     def set_endpoints(self, endpoints: Sequence[str]) -> None:
-        """The engines there are from now on. One that left finishes what it has."""
+        """The engines that there are. One that left finishes what it has, unless it is back."""
         for endpoint in [e for e in self._links if e not in endpoints]:
             self._leave(endpoint)
         for endpoint in endpoints:
-            if endpoint not in self._links:
+            if (back := self._leaving.pop(endpoint, None)) is not None:
+                self._links[endpoint], back.is_leaving = back, False
+                self._on_change(back)
+            elif endpoint not in self._links:
                 sender = Sender(
-                    self.frontend_id, frontend_boot=self._boot, namespace=self.namespace,
+                    self.frontend_id, frontend_boot=time.time_ns(), namespace=self.namespace,
                     node=self.config.node, refusals=self.quarantine.book,
                 )  # fmt: skip
                 link = EngineLink(
@@ -138,7 +142,7 @@ class EngineClient:
         return list(self._links.values())
 
     def _leave(self, endpoint: str) -> None:
-        link = self._links.pop(endpoint)
+        link = self._leaving[endpoint] = self._links.pop(endpoint)
         link.is_leaving = True
         self.router.forget(endpoint)
         if self.shared is not None:
@@ -148,11 +152,13 @@ class EngineClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.drain_timeout_seconds):
                     await link.idle()
-            await link.close()
+            if self._leaving.get(endpoint) is link:  # it is not back
+                del self._leaving[endpoint]
+                await link.close()
 
         task = asyncio.create_task(finish())
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
 
     def _open_zmq(self, endpoint: str) -> FrontendTransport:
         return ZmqDealer(endpoint, self.frontend_id, keys=self.config.curve)
@@ -211,18 +217,12 @@ class EngineClient:
 
     # ---- Knowledge ------------------------------------------------------------------------------
     def lookup_item(self, mm_hash: MMHash) -> tuple[int, ItemMeta] | None:
-        for link in self._links.values():
-            known = link.sender.confirmed.get(mm_hash)
-            if known is not None and known[1] is not None:
-                return known[0], known[1]
-        return None
+        found = (link.sender.confirmed.get(mm_hash) for link in self._links.values())
+        return next(((size, meta) for size, meta in filter(None, found) if meta is not None), None)
 
     def lookup_alias(self, alias: bytes) -> bytes | None:
-        for link in self._links.values():
-            bound = link.sender.lookup_binding(alias)
-            if bound is not None:
-                return bound
-        return None
+        found = (link.sender.lookup_binding(alias) for link in self._links.values())
+        return next((bound for bound in found if bound is not None), None)
 
     def max_model_len(self) -> int:
         return self._max_model_len
@@ -332,9 +332,8 @@ class EngineClient:
                 raise lost
             limit = self.config.admission.no_engine_wait_seconds
             deadline += min(limit, HOLDER_WAIT_SECONDS) - limit
-        left = deadline - time.monotonic()
         try:
-            async with asyncio.timeout(max(0.0, left)):
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 await changed.wait()
         except TimeoutError:
             if lost is not None:
