@@ -247,6 +247,21 @@ def test_values_that_no_model_can_be_made_of_are_one_line(change, reason, tiny, 
         assert "\n" not in caught.value.message
 
 
+@torch.inference_mode()
+def test_a_feature_layer_that_the_family_does_not_read_changes_nothing(tiny, tmp_path) -> None:
+    """Gemma 3 reads the tower's last layer, which was emptied with those before: another answer."""
+    shutil.copytree(tiny("gemma3"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_feature_layer": 1}))
+    side = config["vision_config"]["image_size"]
+    pixels = torch.randn(1, 3, side, side)
+    one, other = (
+        load_model(str(path)).core.get_image_features(pixels, return_dict=True).pooler_output
+        for path in (tiny("gemma3"), tmp_path)
+    )
+    assert torch.equal(one, other)
+
+
 def test_weights_of_another_shape_are_named(tiny, tmp_path) -> None:
     """It was "You set `ignore_mismatched_sizes` to `False`"."""
     shutil.copytree(tiny("llama"), tmp_path, dirs_exist_ok=True)

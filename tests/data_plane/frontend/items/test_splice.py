@@ -5,6 +5,7 @@ be what the processor itself would have made, or caches would serve another prom
 """
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -310,6 +311,40 @@ def test_identity_follows_configuration(tiny, tmp_path, loaded):
     changed = ItemProcessor(str(path), ModalitiesConfig()).examine(b"n" * 16)
     other_model = ItemProcessor(str(path), ModalitiesConfig()).examine(b"m" * 16)
     assert len({info.identity, changed.identity, other_model.identity}) == 3
+
+
+COUNTS = {"patch_size": 8, "vision_feature_select_strategy": "x", "num_additional_image_tokens": 1}
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_next"])
+@pytest.mark.parametrize(
+    "kept",
+    [{}, {"patch_size": 8}, {"patch_size": 8, "vision_feature_select_strategy": None}],
+    ids=str,
+)
+@pytest.mark.parametrize(("strategy", "num_tokens"), [("default", 16), ("full", 17)])
+def test_what_older_releases_left_to_the_model_is_read_there(
+    name, kept, strategy, num_tokens, tiny, tmp_path
+):
+    """Images were refused for a sum with None, or took one token less than the tower makes."""
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+
+    path = tiny.save(name, tmp_path)
+    saved = json.loads((path / "processor_config.json").read_bytes())
+    saved = {field: value for field, value in saved.items() if field not in COUNTS} | kept
+    (path / "processor_config.json").write_text(json.dumps(saved))
+    config = {
+        "model_type": name, "vision_feature_select_strategy": strategy,
+        "vision_config": {"model_type": "clip_vision_model", "patch_size": 8, "image_size": 32},
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    processor = ItemProcessor(str(path), ModalitiesConfig())
+    assert processor.examine(b"n" * 16).placeholder_token_id("image") is not None
+    if name == "llava":
+        item = view_item(processor.process(0, processor.decode(0, png(1, 32, 32), {}), {}))
+        assert item.header.embed_runs == ((0, num_tokens),)
+    counted = {field: getattr(processor.processor, field) for field in COUNTS}
+    assert counted == COUNTS | {"vision_feature_select_strategy": strategy}
 
 
 def test_a_modality_switched_off_is_not_examined(tiny, tmp_path):

@@ -286,9 +286,7 @@ class ItemProcessor:
         begin = time.perf_counter()
         try:
             books = probe.learn(lambda p: self._fields(self._call(0, [p], image.token, {})))
-        except (
-            Exception
-        ) as error:  # a foreign processor raises anything; the long form always works
+        except Exception as error:  # it raises anything; the long form always works
             log.warning("images travel as processed: %s: %s", type(error).__name__, error)
             return {}
         if "pixel_values" in books:  # videos go through the same arithmetic, or are not packed
@@ -442,6 +440,7 @@ def _load_processor(model_path: str) -> Any:
         processor = AutoProcessor.from_pretrained(
             model_path, trust_remote_code=False, local_files_only=True
         )
+        rules.complete(processor, Path(model_path))
         keep_channels_together(processor)
         return processor
     except Exception as error:  # OSError, ValueError, ImportError, KeyError, ...: all say "cannot"

@@ -7,9 +7,11 @@ entry only when it is odd.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +23,7 @@ Run = Callable[[Any, int, list[Any], str, dict[str, Any]], dict[str, Any]]
 Count = Callable[[Any, Sequence[tuple[int, int]]], list[int]]
 
 _NAMES = ("image", "video", "audio")
+_COUNTED_BY = ("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens")
 
 
 class Placeholder(msgspec.Struct, frozen=True):
@@ -212,6 +215,27 @@ def strip_newlines(text: str, count: int) -> str:
         # Gemma 3's pan-and-scan puts a sentence first.
         raise MediaInvalid("do_pan_and_scan is not supported")
     return text[count:-count]
+
+
+def complete(processor: Any, folder: Path) -> None:
+    """What LLaVA's processors count tokens by, where releases of transformers that left it to
+    config.json wrote the checkpoint. Raises whatever a damaged checkpoint makes transformers raise.
+    """
+    if not hasattr(processor, "num_additional_image_tokens"):
+        return
+    path = folder / "processor_config.json"
+    saved = json.loads(path.read_bytes()) if path.is_file() else {}
+    if all(saved.get(name) is not None for name in _COUNTED_BY):
+        return
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    has_class_token = config.vision_config.model_type == "clip_vision_model"
+    chosen = getattr(config, "vision_feature_select_strategy", None) or "default"
+    values = (config.vision_config.patch_size, chosen, int(has_class_token))
+    for name, value in zip(_COUNTED_BY, values, strict=True):
+        if saved.get(name) is None:
+            setattr(processor, name, value)
 
 
 @lru_cache(maxsize=16)

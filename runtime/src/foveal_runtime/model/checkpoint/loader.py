@@ -394,15 +394,14 @@ def _one_line(error: Exception) -> str:
 
 
 def drop_unused_layers(model: Any, config: Any) -> int:
-    """Empties the tower's layers after the last that is read; returns how many.
-
-    0 where the family reads the last one, or where a trial gives other features than before.
-    """
+    """Empties the tower's layers after the last that is read; returns how many: 0 where the family
+    reads the last one, whatever config.json says, or where a trial gives other features."""
     wanted = getattr(config, "vision_feature_layer", None)
-    vision = getattr(config, "vision_config", None)
-    tower = getattr(model.base_model, "vision_tower", None)
+    vision, core = getattr(config, "vision_config", None), model.base_model
+    tower, method = (getattr(core, n, None) for n in ("vision_tower", "get_image_features"))
     layers = None if tower is None else _layers(tower, getattr(vision, "num_hidden_layers", None))
-    if layers is None or wanted is None:
+    is_read = method and "vision_feature_layer" in inspect.signature(method).parameters
+    if layers is None or wanted is None or not is_read:
         return 0
     count = len(layers)
     # Feature 0 is what goes into the first layer, feature n what comes out of the n-th.
