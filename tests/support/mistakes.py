@@ -55,7 +55,7 @@ OPTIONS: list[tuple[list[str], str | None]] = [
      f"{SAY}: --request-default temprature=1: temprature is not one of temperature, top_p, top_k, "
      "min_p, repetition_penalty, max_tokens, chat_template_kwargs"),
     (["model", "--request-default", "temperature=200"],
-     f"{SAY}: --request-default temperature=200: Expected `float` <= 100.0 - at `$.temperature`"),
+     f"{SAY}: --request-default temperature=200: Expected float <= 100.0"),
     (["model", "--request-default", "chat_template_kwargs={enable_thinking: false}"],
      f"{SAY}: --request-default chat_template_kwargs={{enable_thinking: false}}: JSON is "
      "malformed: object keys must be strings (byte 1)"),

@@ -166,7 +166,8 @@ def _request_defaults(texts: Sequence[str]) -> RequestDefaults:
             found[name] = msgspec.json.decode(value)
             msgspec.convert(found, RequestDefaults)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise StartupError(f"--request-default {text}: {error}") from error
+            what = str(error).partition(" - at ")[0].replace("`", "")
+            raise StartupError(f"--request-default {text}: {what}") from error
     return msgspec.convert(found, RequestDefaults)
 
 
