@@ -390,6 +390,15 @@ def expand(text: str, environment: Mapping[str, str]) -> str:
     return _POD_FIELD.sub(value, text)
 
 
+def read_text(path: str | Path, complaint: str) -> str:
+    """Of a file. Raises StartupError: the complaint, and why."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise StartupError(f"{complaint}: {reason}") from error
+
+
 def load(
     path: str | Path,
     kind: type[EngineConfig] | type[FrontendConfig],
@@ -399,11 +408,7 @@ def load(
 
     Raises StartupError naming file, field and value.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise StartupError(f"cannot read configuration {path}: {reason}") from error
+    text = read_text(path, f"cannot read configuration {path}")
     try:
         expanded = expand(text, os.environ if environment is None else environment)
         return msgspec.json.decode(expanded, type=kind)

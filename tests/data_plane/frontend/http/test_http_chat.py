@@ -236,7 +236,7 @@ async def test_openai_clients(harness: Any) -> None:
 async def test_the_servers_template_and_its_variables(start: Any) -> None:
     template = "{{ messages[0].content }} {{ mood }} {{ enable_thinking }}"
     variables = {"mood": "calm", "enable_thinking": False}
-    asked = [{}, {"chat_template_kwargs": {"mood": "gay"}}, {"reasoning_effort": "high"}]
+    asked = [{}, {"chat_template_kwargs": {"mood": "glad"}}, {"reasoning_effort": "high"}]
     async with start(
         chat_template=template, request_defaults=RequestDefaults(chat_template_kwargs=variables)
     ) as harness:
@@ -245,7 +245,7 @@ async def test_the_servers_template_and_its_variables(start: Any) -> None:
         counted = await harness.http.post("/tokenize", json=harness.body("hi"))
         shown = await harness.http.get("/tokenizer_info")
     said = [bytes(request.token_ids).decode() for request in harness.generator.requests]
-    assert said == ["hi calm False", "hi gay False", "hi calm True"]
+    assert said == ["hi calm False", "hi glad False", "hi calm True"]
     assert counted.json()["tokens"] == list(harness.generator.requests[0].token_ids)
     assert shown.json()["chat_template"] == template
 

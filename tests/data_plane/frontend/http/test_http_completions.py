@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import msgspec
+import pytest
 from tokenizers.processors import TemplateProcessing
 
+from foveal_runtime.frontend.protocol.requests import CompletionRequest
 from foveal_runtime.frontend.protocol.responses import Completion
 from foveal_runtime.plan.config import RequestDefaults
 
@@ -153,6 +157,24 @@ async def test_defaults_come_from_generation_config(start: Any, model_path: Any)
     first, second = (request.sampling for request in harness.generator.requests)
     assert (first.temperature, first.top_k, first.top_p, first.max_tokens) == (0.25, 7, 1.0, 4)
     assert (second.temperature, second.top_k, second.max_tokens) == (0.25, 0, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("temperature", (0, 100, -0.1, 100.1)), ("top_p", (0.1, 1, 0, 1.1)),
+     ("top_k", (-1, 2**31 - 1, -2, 2**31)), ("min_p", (0, 1, -0.1, 1.1)),
+     ("repetition_penalty", (0.1, 100, 0, 100.1)), ("max_tokens", (1, 9, -1, 1.5))],
+)  # fmt: skip
+def test_a_default_is_taken_where_a_request_with_it_would_be(
+    name: str, values: tuple[float, float, float, float]
+) -> None:
+    """The bounds stand in two places, since the operator knows no requests."""
+    for number, value in enumerate(values):
+        wrong = contextlib.nullcontext() if number < 2 else pytest.raises(ValueError)
+        with wrong:
+            CompletionRequest.model_validate({"model": "m", "prompt": "a", name: value})
+        with wrong:
+            msgspec.convert({name: value}, RequestDefaults)
 
 
 async def test_the_servers_defaults_come_before_the_checkpoints(

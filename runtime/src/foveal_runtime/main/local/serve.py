@@ -46,6 +46,7 @@ from foveal_runtime.plan.config import (
     ModelConfig,
     RequestDefaults,
     SchedulerConfig,
+    read_text,
 )
 from foveal_runtime.plan.embedder import check_task
 from foveal_runtime.plan.errors import StartupError
@@ -142,11 +143,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 def _chat_template(file: str) -> str:
     if not file:
         return ""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise StartupError(f"--chat-template {file}: {reason}") from error
+    text = read_text(file, f"--chat-template {file}")
     if not text.strip():
         raise StartupError(f"--chat-template {file}: it is empty")
     return text
