@@ -26,11 +26,10 @@ import yaml
 
 from e2e.observability.queries import Ask, of_dashboard, of_rules
 from foveal_operator.observability import (
-    cluster_dashboards,
     operator_rule_groups,
-    resource_dashboards,
     resource_rule_groups,
 )
+from tests.support.observability_files import FILES
 
 
 class Prometheus:
@@ -66,7 +65,7 @@ def asks(namespace: str, resource: str, window: str) -> list[Ask]:
         "pod": ".*",
     }
     found: list[Ask] = []
-    for name, text in (*cluster_dashboards().items(), *resource_dashboards().items()):
+    for name, text in FILES.items():
         found += of_dashboard(name, text, variables)
     rules = yaml.safe_dump(list(operator_rule_groups()), width=1 << 20)
     anywhere = rules.replace('="@installation@"', '=~".*"').replace('="@lease@"', '=~".*"')

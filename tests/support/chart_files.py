@@ -12,8 +12,8 @@ import yaml
 
 from foveal_operator.api import crd
 from foveal_operator.manifests import access
-from foveal_operator.observability import cluster_dashboards
 from foveal_operator.observability.alerts import operator_rule_groups
+from tests.support import grafana
 
 CHART = Path(__file__).parents[2] / "charts" / "foveal"
 _NAME = "  name: multimodalinferences.foveal.dev\n"
@@ -29,7 +29,7 @@ _METADATA = """  name: multimodalinferences.foveal.dev
 
 def files() -> dict[str, str]:
     """Path within the chart to text."""
-    boards = {f"files/dashboards/{name}": text for name, text in cluster_dashboards().items()}
+    boards = {f"files/dashboards/{name}": text for name, text in grafana.cluster_files().items()}
     return {
         "templates/crd.yaml": _crd(),
         "templates/_rules.tpl": _rules(),

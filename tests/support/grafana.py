@@ -1,7 +1,8 @@
 """Draws boards/ as Grafana dashboards with Grafana's own builder library (its 11.x line).
 
 Run by `make generate` and by the test that compares; the only importer of the library, which is a
-development dependency. What it writes is committed in dashboards/ and shipped as package data.
+development dependency. What it draws is committed: the resource's dashboard as package data of the
+operator, the others in the chart.
 """
 
 from __future__ import annotations

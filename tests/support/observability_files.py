@@ -7,17 +7,22 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from foveal_operator.observability import (
-    cluster_dashboards,
     operator_rule_groups,
     resource_dashboards,
     resource_rule_groups,
 )
 
+CHART_DASHBOARDS = Path(__file__).parents[2] / "charts/foveal/files/dashboards"
+
 _TOOLS = os.environ.get("TOOLS", "/var/tmp/foveal-e2e/tools")
 PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=_TOOLS)
-FILES = {**cluster_dashboards(), **resource_dashboards()}
+FILES = {
+    **{file.name: file.read_text(encoding="utf-8") for file in sorted(CHART_DASHBOARDS.iterdir())},
+    **resource_dashboards(),
+}
 
 
 def promtool(*arguments: str) -> None:

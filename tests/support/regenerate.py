@@ -30,7 +30,7 @@ from tests.support.samples import LEGAL
 
 ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "foveal.dev_multimodalinferences.yaml"
-DASHBOARDS = ROOT / "operator/src/foveal_operator/observability/dashboards"
+OBSERVABILITY = ROOT / "operator/src/foveal_operator/observability"
 ARGO = ROOT / "examples/gitops/argocd/resource_customizations/foveal.dev/MultiModalInference"
 OPERATOR_METRICS_PAGE = ROOT / "docs" / "reference" / "metrics-operator.md"
 API_PAGE = ROOT / "docs" / "reference" / "api.md"
@@ -67,10 +67,6 @@ def wanted(obj: Obj, facts: ClusterFacts = FACTS) -> Desired:
 
 def golden_text(name: str) -> str:
     return desired_yaml(wanted(LEGAL[name]))
-
-
-def dashboard_files() -> dict[str, str]:
-    return {**grafana.cluster_files(), **dict([grafana.resource_file()])}
 
 
 _OPERATOR_HEAD = """# The operator's metrics
@@ -153,8 +149,8 @@ def main() -> None:
     restart_table.PAGE.write_text(restart_table.page(), encoding="utf-8")
     OPERATOR_METRICS_PAGE.write_text(operator_metrics_page(), encoding="utf-8")
     NEVER_TOUCHED_PAGE.write_text(never_touched_page(), encoding="utf-8")
-    for name, text in dashboard_files().items():
-        (DASHBOARDS / name).write_text(text, encoding="utf-8")
+    name, text = grafana.resource_file()
+    (OBSERVABILITY / name).write_text(text, encoding="utf-8")
     CRD_FILE.write_text(crd.render(), encoding="utf-8")
     for name, text in chart_files.files().items():
         (chart_files.CHART / name).write_text(text, encoding="utf-8")

@@ -31,11 +31,6 @@ def test_generated_files_are_committed(name: str) -> None:
     assert text == chart_files.files()[name], "run: make generate"
 
 
-def test_no_dashboard_is_left_over() -> None:
-    on_disk = {f"files/dashboards/{file.name}" for file in (CHART / "files/dashboards").iterdir()}
-    assert on_disk == {name for name in chart_files.files() if name.startswith("files/dash")}
-
-
 def test_chart_and_packages_have_one_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     for file in ("operator/pyproject.toml", "runtime/pyproject.toml"):
