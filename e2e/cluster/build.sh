@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the Kubernetes programs that the control-plane tests start: e2e/cluster/build.sh [NAME ...]
 #   etcd kube-apiserver kubectl kube-controller-manager kube-scheduler (without arguments), kubelet
-#   kube-proxy containerd coredns helm kwok (by name; `node` stands for all that a node needs). What
+#   kube-proxy containerd coredns helm (by name; `node` stands for all that a node needs). What
 #   is there in the right version is skipped, so a second run takes a second. With --missing before
 #   the names nothing is built: what would be is printed, and it fails if there is any.
 #   FOVEAL_E2E says where everything lies (default /var/tmp/foveal-e2e); nothing is put anywhere else
@@ -11,7 +11,6 @@ here=$(cd "$(dirname "$0")" && pwd)
 root=${FOVEAL_E2E:-/var/tmp/foveal-e2e}
 kube_version=1.37.0
 etcd_version=3.7.3
-kwok_version=0.8.0
 helm_version=4.2.4
 containerd_version=2.3.7
 need_gib=9  # sources, build cache and binaries of everything together
@@ -30,7 +29,7 @@ find_go() {
 program() {
   case $1 in
     etcd) echo "$root/etcd/etcd" ;;
-    coredns | helm | kwok) echo "$root/$1/$1" ;;
+    coredns | helm) echo "$root/$1/$1" ;;
     containerd | containerd-shim-runc-v2 | ctr) echo "$root/containerd/$1" ;;
     *) echo "$root/cp/bin/$1" ;;
   esac
@@ -43,7 +42,7 @@ is_built() {
   # Not grep -q: it ends at the first match, and with pipefail the program's SIGPIPE is a failure.
   case $1 in
     etcd) "$file" --version | grep -F "Version: $etcd_version" >/dev/null ;;
-    coredns | kwok) true ;;
+    coredns) true ;;
     containerd | ctr) "$file" --version | grep -F " $containerd_version" >/dev/null ;;
     containerd-shim-runc-v2) "$file" -v | grep -F " $containerd_version" >/dev/null ;;
     helm) "$file" version --short | grep -F "v$helm_version" >/dev/null ;;
@@ -71,7 +70,6 @@ build() {
     helm)
       module=helm package=helm.sh/helm/v4/cmd/helm
       flags+=" -X helm.sh/helm/v4/internal/version.version=v$helm_version" ;;
-    kwok) module=kwok package=sigs.k8s.io/kwok/cmd/kwok ;;
     containerd | containerd-shim-runc-v2 | ctr)
       module=containerd package=github.com/containerd/containerd/v2/cmd/$name
       tags=no_btrfs,no_zfs,no_devmapper
