@@ -32,7 +32,7 @@ HELD_OUT = tuple(
 )
 """Other timbres, and two accents that training does not have."""
 _SYNCHRONOUS = 2
-_RATE, _PITCH, _RANGE = 1, 3, 4
+_RATE, _PITCH = 1, 3
 _UTF8, _CHARACTERS = 1, 1
 
 

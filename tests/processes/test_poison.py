@@ -32,7 +32,6 @@ class Streams:
         self.under_way = 0
         self.started = threading.Event()
         self._lock = threading.Lock()
-        self._poisoned = threading.Event()
         self.answers = [pool.submit(self.run, urls[i % 2], i) for i in range(NUM_STREAMS)]
 
     def run(self, url: str, number: int) -> str:

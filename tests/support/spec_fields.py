@@ -14,7 +14,6 @@ ENGINE_SCALING = {"maxReplicas": 4, "prometheusAddress": "http://p:9090"}
 DRA = {"deviceClassName": "gpu"}
 SHARED = {"type": "SharedMemory", "claimName": "tmpfs"}
 ROUTE = {"parentRefs": [{"name": "gw"}]}
-GATEWAY = "spec.networking.httpRoute.parentRefs"
 
 # Fields that need company: path -> what stands there before.
 BASES: dict[str, dict[str, Any]] = {

@@ -98,7 +98,6 @@ class Engine:
         )
         self.links: dict[str, Link] = {}
         self.sent: Counter[str] = Counter()  # messages down, by kind
-        self.bytes_down = 0
         self.step_seconds = 0.0
         self._sids: dict[str, SessionId] = {}
         self._inbox: list[tuple[str, Frames]] = []
@@ -180,7 +179,6 @@ class Engine:
         frames = [memoryview(frame) for frame in codec.encode_down(message)]
         self._owed += self._charges.add(message=1)
         self.sent[type(message).__name__] += 1
-        self.bytes_down += sum(map(len, frames))
         self.links[fid].deliver(frames)
 
     async def beat(self) -> None:

@@ -24,7 +24,6 @@ from tests.support.samples import LEGAL, put
 
 SECONDS = 90.0
 SILENT = Fate("Pending", ready=False, waiting="ContainerCreating")
-_HTTP_ROUTE = {"parentRefs": [{"name": "gateway", "namespace": "infra"}]}
 
 
 def everything(sandbox: Sandbox) -> Obj:

@@ -25,7 +25,6 @@ from foveal_runtime.main.local.model import check_description
 from tests.support.checkpoint_files import CONFIG, checkpoint, safetensors, write_profile
 from tests.support.model_hub import COMMIT, Hub
 
-Serve = Callable[..., tuple[int, str, str]]
 SAY = "foveal-runtime: "
 BARE: dict[str, Any] = {"vision_config": None, "text_config": None}
 _PLAIN = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")

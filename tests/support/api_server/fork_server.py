@@ -125,10 +125,10 @@ def _tell(**what: int) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def _reap(*, wait: bool = False) -> None:
+def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
-            pid, status = os.waitpid(-1, 0 if wait else os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
             _tell(pid=pid, code=os.waitstatus_to_exitcode(status))

@@ -42,7 +42,6 @@ class OperatorProcess:
         self._program: Program | None = None
         self.fork_server: ForkServer | None = None
         self.packages = packages()
-        self.num_starts = 0
 
     def start(self) -> None:
         assert not self.is_alive
@@ -55,7 +54,6 @@ class OperatorProcess:
         else:
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(self.packages), **own}
             self._program = start(name, self._command, self._folder, env)
-        self.num_starts += 1
 
     @property
     def is_alive(self) -> bool:

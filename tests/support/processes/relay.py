@@ -79,7 +79,6 @@ class Relay:
         self.pairs: dict[socket.socket, socket.socket] = {}
         self.counters: dict[socket.socket, Counter] = {}
         self.num_bytes = 0  # both directions, see Counter
-        self.num_messages = 0
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.cut_wanted = threading.Event()
@@ -127,7 +126,6 @@ class Relay:
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        self.num_messages += 1
 
     def _forward(self, end: socket.socket) -> None:
         if end not in self.pairs:

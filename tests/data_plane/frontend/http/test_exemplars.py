@@ -54,8 +54,8 @@ def exemplars(text: str) -> dict[str, list[Sample]]:
     }
 
 
-async def openmetrics_page(harness: Any, path: str = "/metrics") -> str:
-    answer = await harness.http.get(path, headers={"accept": PROMETHEUS})
+async def openmetrics_page(harness: Any) -> str:
+    answer = await harness.http.get("/metrics", headers={"accept": PROMETHEUS})
     assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert answer.text.endswith("# EOF\n")
     return str(answer.text)

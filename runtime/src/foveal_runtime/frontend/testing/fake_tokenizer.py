@@ -27,7 +27,7 @@ STRING_TEMPLATE = (
 )
 
 
-def byte_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Ids 0 to 255 are the bytes of the same value, then SPECIAL from 256 on."""
     vocab = dict(byte_of_char())
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -35,5 +35,5 @@ def byte_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[0])
-    tokenizer.chat_template = template
+    tokenizer.chat_template = TEMPLATE
     return tokenizer
