@@ -27,7 +27,6 @@ pytestmark = [
     NEEDS_PACKING,
     pytest.mark.skipif(isinstance(load_row_kernels(), str), reason=str(load_row_kernels())),
 ]
-SIZES = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 112}
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -45,7 +45,6 @@ class Fate:
 
 
 READY = Fate()
-NOT_READY = Fate(ready=False)
 UNSCHEDULABLE = Fate(phase="Pending", ready=False)
 IMAGE_PULL = Fate("Pending", False, "ImagePullBackOff", message="Back-off pulling image")
 CRASH = Fate("Running", False, "CrashLoopBackOff", "Error", 1, "ValueError: bad", restarts=3)

@@ -20,7 +20,6 @@ from foveal_runtime.frontend.testing.fake_tokenizer import AUDIO, EOS, IMAGE, VI
 from foveal_runtime.plan.config import FrontendConfig, ModelConfig
 
 CHAT = "/v1/chat/completions"
-PIXEL = "data:image/png;base64,iVBORw0KGgo="
 TOKENIZER = byte_tokenizer()
 
 

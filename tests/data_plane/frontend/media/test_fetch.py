@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -20,8 +19,6 @@ from foveal_runtime.plan.errors import (
     MediaTooLarge,
     RateLimited,
 )
-
-Answer = Callable[[str], Awaitable[bytes] | bytes]
 
 
 class Server:
