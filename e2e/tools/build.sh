@@ -30,7 +30,8 @@ for tool in "$@"; do
     promtool | prometheus)
       module=prometheus package=github.com/prometheus/prometheus/cmd/$tool
       tags=remove_all_sd,enable_kubernetes_sd ;;
-    scrape-config | gitops-verdicts | argo-health | flux-health | argo-cd) package=. ;;
+    argo-health) module=argo-cd package=./argo-health ;;
+    scrape-config | gitops-verdicts | flux-health | argo-cd) package=. ;;
     *) echo "unknown tool: $tool" >&2; exit 2 ;;
   esac
   flags="-s -w"
