@@ -53,12 +53,13 @@ MEDIA = ["llava", "llava_next", "llava_onevision", "vipllava", "idefics3", "smol
          "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3",
          "lfm2_vl", "qwen2_audio", "voxtral"]  # fmt: skip
 MORE = ["audioflamingo3", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fun_asr_nano",
-        "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video", "paddleocr_vl",
+        "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video", "ovis2", "paddleocr_vl",
         "pp_chart2table", "qianfan_ocr", "qwen3_asr", "video_llama_3", "video_llava"]  # fmt: skip
-KEPT = ["aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "exaone4_5", "gemma3n",
-        "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe",
-        "glm_ocr", "glmga", "hyperclovax_vision_v2", "kimi_k25", "llama4", "llama4_text",
-        "muse_glimmer", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe"]  # fmt: skip
+KEPT = ["aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "deepseek_ocr2",
+        "exaone4_5", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
+        "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "granite_docling",
+        "hyperclovax_vision_v2", "kimi_k25", "lfm3", "lfm3_vl", "llama4", "llama4_text",
+        "mistral4", "muse_glimmer", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe"]  # fmt: skip
 """docs/reference/models.md says so of all of these."""
 
 

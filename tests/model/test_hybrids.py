@@ -21,7 +21,7 @@ from tests.support.models.tiny_checkpoints import Prompt
 
 pytestmark = pytest.mark.model
 
-NAMES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl"]
+NAMES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl", "lfm3", "lfm3_vl"]
 
 
 def run(one, preempt: dict[int, str]) -> list[tuple[Job, Prompt]]:
@@ -49,7 +49,7 @@ def test_equals_transformers(name: str, with_kernels: bool, bench, monkeypatch) 
     one = bench(name, attention="auto" if with_kernels else "torch", reuse=False)
     rules = {module.forward.rule is not None for module in delta_nets(one)}
     has_kernel = with_kernels and not isinstance(load_delta_kernel(), str)
-    assert rules == (set() if "lfm2" in name else {has_kernel})
+    assert rules == (set() if "lfm" in name else {has_kernel})
     for job, prompt in run(one, {5: "a", 8: "b"}):
         one.check(job, prompt)
     assert one.runner.traits.state_bytes == one.runner.states.slot_bytes > 0

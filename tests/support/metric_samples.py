@@ -26,6 +26,7 @@ _VALUES = {
     "modality": ("image", "video"), "status": ("2xx", "5xx"), "state": ("active", "free"),
     "finished_reason": ("stop", "length"), "reason": ("room", "capacity"),
     "factor": ("0.5", "1", "2", "4"), "why": ("stale", "pull"), "stage": ("encode", "queue"),
+    "code": ("engine_error", "media_invalid"),
     "source": ("measured", "planned"), "handler": ("/v1/chat/completions", "/readyz"),
 }  # fmt: skip
 PODS = {"frontend": ("qwen-api-0", "qwen-api-1"), "engine": ("qwen-engine-0", "qwen-engine-1")}

@@ -54,10 +54,11 @@ no test runs. *CPU fast path*: steps in one call of a C kernel, compared with tr
 (`tests/model/test_decoder_layers.py`, where text models like Llama, Mistral, Qwen2, Qwen3, Gemma 2
 and Gemma 3 are compared, too); a trial at load time decides, and the engine's log says what it
 found. "modules": steps of these are transformers' modules, because their layers have experts
-(`aria`, `glm4v_moe`, `kimi_k25`, `llama4`, the Qwen families with "moe", `qwen3_next`), attention
-and MLP beside each other (`aya_vision`, `cohere2_vision`), norms in other places (`exaone4_5`,
-`hyperclovax_vision_v2`, the GLM families, which turn neighbours, too), inputs, values or gates of
-their own (`gemma3n`, `gemma4`, `muse_glimmer`) or an MLP without a gate (`cosmos3_edge`).
+(`aria`, `deepseek_ocr2`, `glm4v_moe`, `kimi_k25`, `llama4`, `mistral4`, the Qwen families with
+"moe", `qwen3_next`), attention and MLP beside each other (`aya_vision`, `cohere2_vision`,
+`cohere_compass`), norms in other places (`exaone4_5`, `hyperclovax_vision_v2`, `lfm3`, the GLM
+families, which turn neighbours, too), inputs, values, gates or factors of their own (`gemma3n`,
+`gemma4`, `granite_docling`, `muse_glimmer`) or an MLP without a gate (`cosmos3_edge`).
 
 Video and audio also need a processor that takes them: a family whose processor cannot be shown to
 make the same prompt from single items refuses that modality with a message. Tensor parallelism
@@ -257,7 +258,7 @@ def page() -> str:
             quantised = "–"
         rows.append([f"`{kind}`", *marks, caching, *ways, quantised])
     kinds = set(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-    served = len(kinds & ADAPTERS.keys())
+    served = len(kinds & {**ADAPTERS, **TEXT_ADAPTERS}.keys())
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     return HEAD + table + TAIL.format(served=served, total=len(kinds))
 

@@ -22,7 +22,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from foveal_runtime.frontend.protocol.rules import check_extra
 from foveal_runtime.main.local.model import find_model
-from foveal_runtime.model.adapters import ADAPTERS
+from foveal_runtime.model.adapters import ADAPTERS, TEXT_ADAPTERS
 from foveal_runtime.model.checkpoint import placement, quantized
 from foveal_runtime.model.checkpoint.kinds import check_kind
 from foveal_runtime.model.checkpoint.loader import (
@@ -50,6 +50,9 @@ REASONS = {
     "sparse attention with an index of its own": ("glm5_next", "mistral_large4", "qwen4_exp"),
     "not autoregressive text": ("diffusion_gemma", "pi0"),
     "a prompt that depends on the text around an image": ("idefics2",),
+    "images that carry their number in the prompt": ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
+    "rope positions that count the images before": ("hunyuan_vl",),
+    "towers of a package that is not installed (timm)": ("fast_vlm", "perception_lm"),
 }  # fmt: skip
 """Why types of `refused_types` have no adapter; the others are not compared yet."""
 
@@ -63,7 +66,11 @@ class Case(NamedTuple):
 
 
 def refused_types() -> list[str]:
-    return sorted(modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys() - ADAPTERS.keys())
+    return sorted(
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.keys()
+        - ADAPTERS.keys()
+        - TEXT_ADAPTERS.keys()
+    )
 
 
 def refused_methods() -> list[str]:

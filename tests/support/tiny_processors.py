@@ -24,6 +24,8 @@ SPECIALS = [
     "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<sound>", "<|audio|>", "<boa>", "<eoa>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
     "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+    "<|IMAGE_PAD|>", "<|VIDEO_PAD|>", "<|VISION_START|>", "<|VISION_END|>",
+    "<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
     *(f"<|img_row_{i}_col_{j}|>" for i in range(1, 11) for j in range(1, 11)),
 ]  # fmt: skip
 
@@ -193,6 +195,33 @@ def llava_next_video() -> Any:
     )  # fmt: skip
 
 
+def lfm3_vl() -> Any:
+    return hf.Lfm3VlProcessor(**qwen_parts("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"))
+
+
+def cohere_compass() -> Any:
+    return hf.CohereCompassProcessor(
+        **qwen_parts("CohereCompassImageProcessor", "CohereCompassVideoProcessor")
+    )
+
+
+def deepseek_ocr2() -> Any:
+    image = hf.DeepseekOcr2ImageProcessor(size={"height": 128, "width": 128}, tile_size=64)
+    return hf.DeepseekOcr2Processor(image, tokenizer())
+
+
+def granite_docling() -> Any:
+    image = hf.GraniteDoclingImageProcessor(size={"height": 32, "width": 32}, max_patches=6)
+    return hf.GraniteDoclingProcessor(image, tokenizer(), image_seq_len=4)
+
+
+def ovis2() -> Any:
+    image = hf.Ovis2ImageProcessor(
+        size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=4
+    )
+    return hf.Ovis2Processor(image, tokenizer(), image_seq_length=4)
+
+
 def lfm2_vl() -> Any:
     return hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(), tokenizer())
 
@@ -237,7 +266,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
         llava, llava_next, llava_onevision, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v,
         idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3, voxtral,
         glm46v, exaone4_5, paddleocr_vl, deepseek_vl, janus, video_llava,
-        llava_next_video, lfm2_vl, gemma3n, gemma4, gemma4_unified,
+        llava_next_video, lfm2_vl, lfm3_vl, cohere_compass, deepseek_ocr2,
+        granite_docling, ovis2, gemma3n, gemma4, gemma4_unified,
     )
 }  # fmt: skip
 

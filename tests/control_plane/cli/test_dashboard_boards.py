@@ -59,17 +59,22 @@ def test_goals_are_lines_where_they_lie_within_the_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("each", "share"),
-    [({"2xx": 0, "5xx": 0}, 0), ({"2xx": 3}, 0), ({"2xx": 3, "5xx": 1}, 0.25), ({}, 0)],
+    ("requests", "failed", "share"),
+    [(0, 0, 0), (3, 0, 0), (4, 1, 0.25), (None, None, 0)],
     ids=["idle", "no failure yet", "one of four", "no request ever"],
 )
-def test_errors_are_a_number_on_an_idle_server(each: dict[str, int], share: float) -> None:
+def test_errors_are_a_number_on_an_idle_server(
+    requests: int | None, failed: int | None, share: float
+) -> None:
+    families = {
+        ("http_requests_total", labels_of({"handler": "/v1/models", "status": "2xx"})): requests,
+        ("foveal_request_errors_total", labels_of({"code": "engine_error"})): failed,
+    }
     store = Store()
     for scrape in range(4):
-        counts = {status: 7.0 + number * scrape for status, number in each.items()}
         store.add(15.0 * scrape, [
-            ("http_requests_total", labels_of({"handler": "/v1/models", "status": one}), count)
-            for one, count in counts.items()
+            (name, labels, 7.0 + number * scrape)
+            for (name, labels), number in families.items() if number is not None
         ])  # fmt: skip
     [tile] = [panel for panel in layout.HEADLINES if panel.title == "Errors"]
     [found] = ask(store, layout.Chosen(window_seconds=60).fill(tile.main.expr), [45.0])

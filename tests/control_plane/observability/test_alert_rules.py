@@ -141,10 +141,13 @@ CASES: dict[str, tuple[Series, Series]] = {
         {f"foveal_inference_stalled{{{N}}}": "0x60"},
     ),
     "FovealErrorRate": (
+        # Streams that broke off: each began with a 200.
+        {f'http_requests_total{{{T},status="2xx"}}': "0+100x60",
+         f'foveal_request_errors_total{{{T},code="engine_error"}}': "0+20x60"},
         {f'http_requests_total{{{T},status="2xx"}}': "0+80x60",
-         f'http_requests_total{{{T},status="5xx"}}': "0+20x60"},
-        {f'http_requests_total{{{T},status="2xx"}}': "0+80x60",
-         f'http_requests_total{{{T},status="4xx"}}': "0+20x60"},
+         f'http_requests_total{{{T},status="4xx"}}': "0+20x60",
+         f'foveal_request_errors_total{{{T},code="media_invalid"}}': "0+20x60",
+         f'foveal_request_errors_total{{{T},code="engine_error"}}': "5x60"},
     ),
     "FovealFrontendsAtMost": (
         {f'foveal_inference_pods{{{N},role="frontend",state="ready"}}': "4x60",
@@ -327,6 +330,7 @@ _LABEL_VALUES = {
     "role": ("frontend", "engine"),
     "state": ("ready", "desired", "pinned", "reserved"),
     "why": ("stale", "pull"),
+    "code": ("engine_error", "media_invalid"),
     "exported_namespace": ("models",),
     "exported_pod": ("p",),
 }

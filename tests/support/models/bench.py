@@ -22,7 +22,7 @@ from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import pack_item
 from tests.support.models.exact import exact_logits, float32_error, forward
 from tests.support.models.step_driver import Job, StepDriver
-from tests.support.models.tiny_checkpoints import CASES, Prompt, make_prompt
+from tests.support.models.tiny_checkpoints import CASES, Case, Prompt, make_prompt
 
 DEVICE = os.environ.get("FOVEAL_DEVICE", "cpu")
 DTYPE = os.environ.get("FOVEAL_DTYPE", "float32")
@@ -31,7 +31,7 @@ GPU_TOLERANCE = 5e-4
 SLACK = 2.0
 """Times the error of transformers' own float32 that ours may have, each beside float64."""
 NUM_OUTPUTS = 6
-NUM_BLOCKS = 128
+NUM_BLOCKS = Case.num_blocks
 NUM_SNAPSHOTS = 24
 
 
@@ -89,9 +89,9 @@ class Bench:
             room=room,
         )
         self.runner.allocate_kv(
-            NUM_BLOCKS, num_snapshots=NUM_SNAPSHOTS, num_window_blocks=num_window_blocks
+            self.case.num_blocks, num_snapshots=NUM_SNAPSHOTS, num_window_blocks=num_window_blocks
         )
-        self.driver = StepDriver(self.runner, NUM_BLOCKS, self.case.budget, **options)
+        self.driver = StepDriver(self.runner, self.case.num_blocks, self.case.budget, **options)
         plain = str(plain or path)  # what transformers can load of the same weights
         self.reference = class_for(read_config(plain)).from_pretrained(plain).eval()
 

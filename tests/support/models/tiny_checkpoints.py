@@ -64,6 +64,7 @@ class Case:
     items: dict[int, Callable[[int], MediaItem]] = field(default_factory=dict)
     forward_kwargs: Callable[[Prompt], dict[str, Any]] = lambda prompt: {}
     budget: int = 17
+    num_blocks: int = 128
     tolerance: float = 2e-5
 
 
@@ -227,6 +228,28 @@ def text_case(kind: str, **changes: Any) -> Case:
     return Case(lambda: getattr(transformers, kind)(**{**TEXT, **changes}))
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+SMALL_4 = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,  # queries grow beyond it
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 0.5,
+}
 HYBRID = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
 CASES.update(
     {
@@ -260,20 +283,7 @@ CASES.update(
             intermediate_size_mlp=48,
             floor_scale=8,
         ),
-        "deepseek_v3_mla": text_case(
-            "DeepseekV3Config",
-            num_key_value_heads=4,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=12,
-            n_routed_experts=4,
-            n_group=2,
-            topk_group=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            first_k_dense_replace=1,
-        ),
+        "deepseek_v3_mla": text_case("DeepseekV3Config", **LATENT, n_group=2, topk_group=1),
+        "mistral4": text_case("Mistral4Config", **LATENT, rope_parameters=SMALL_4),
     }
 )

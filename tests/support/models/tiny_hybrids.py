@@ -98,4 +98,32 @@ CASES["lfm2_vl"] = Case(
     mm_fields,
 )
 CASES["lfm2"] = text_case("Lfm2Config", **LFM2)
+LFM3 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    "conv_L_cache": 5,
+    "head_dim": 8,
+    "sliding_window": 12,
+    "tie_word_embeddings": False,
+}
+CASES["lfm3"] = text_case("Lfm3Config", **LFM3)
+CASES["lfm3_vl"] = Case(
+    lambda: hf.Lfm3VlConfig(
+        text_config={"model_type": "lfm3", **TEXT, **LFM3},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "patch_size": 4,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["conv", "full_attention"],
+        },
+        projector_hidden_size=24,
+        tie_word_embeddings=False,
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, per_frame=True)},
+    mm_fields,
+)
 CASES["qwen3_next"] = text_case("Qwen3NextConfig", **STATE, **EXPERTS)

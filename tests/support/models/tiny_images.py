@@ -13,10 +13,12 @@ from tests.support.models.tiny_checkpoints import (
     END,
     IMAGE,
     IMG_TOKEN,
+    LATENT,
     LLAMA,
     MARK,
     QWEN2,
     SIGLIP,
+    SMALL_4,
     START,
     TEXT,
     VID_TOKEN,
@@ -106,14 +108,25 @@ PIXTRAL = {
     "image_size": 32,
     "patch_size": 4,
 }
-CASES["mistral3"] = Case(
-    lambda: hf.Mistral3Config(
-        text_config={"model_type": "mistral", **TEXT, "head_dim": 8, "sliding_window": None},
+
+
+def _mistral3(text: dict[str, Any]) -> Any:
+    return hf.Mistral3Config(
+        text_config=text,
         vision_config=PIXTRAL,
         image_token_index=IMG_TOKEN,
         spatial_merge_size=2,
         tie_word_embeddings=False,
-    ),
+    )
+
+
+CASES["mistral3"] = Case(
+    lambda: _mistral3({"model_type": "mistral", **TEXT, "head_dim": 8, "sliding_window": None}),
+    {IMAGE: pixtral_item},
+    stacked("pixel_values"),
+)
+CASES["mistral3_latent"] = Case(  # as Mistral Small 4 is published
+    lambda: _mistral3({"model_type": "mistral4", **TEXT, **LATENT, "rope_parameters": SMALL_4}),
     {IMAGE: pixtral_item},
     stacked("pixel_values"),
 )

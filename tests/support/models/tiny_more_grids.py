@@ -82,6 +82,21 @@ CASES["exaone4_5"] = Case(
     {IMAGE: grid_item, VIDEO: video_item},
     mm_fields,
 )
+CASES["cohere_compass"] = Case(
+    lambda: hf.CohereCompassConfig(
+        text_config={
+            **TEXT,
+            **HYBRID,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"sliding_attention": MROPE, "full_attention": None},
+        },
+        vision_config=QWEN3_VISION,
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, per_frame=True)},
+    grid_kwargs,
+)
 CASES["paddleocr_vl"] = Case(
     lambda: hf.PaddleOCRVLConfig(
         text_config={

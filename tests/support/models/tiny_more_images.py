@@ -8,11 +8,13 @@ import torch
 import transformers as hf
 
 from tests.support.models.tiny_checkpoints import (
+    AUD_TOKEN,
     CASES,
     CLIP,
     IMAGE,
     IMG_TOKEN,
     LLAMA,
+    MARK,
     QWEN2,
     SIGLIP,
     TEXT,
@@ -21,12 +23,19 @@ from tests.support.models.tiny_checkpoints import (
     Case,
     MediaItem,
     Prompt,
+    marked,
     mm_fields,
     noise,
     plain_item,
     stacked,
 )
-from tests.support.models.tiny_images import GOT_VISION, PINPOINTS, anyres_item, internvl_item
+from tests.support.models.tiny_images import (
+    GOT_VISION,
+    PINPOINTS,
+    anyres_item,
+    internvl_item,
+    tiles_in_row,
+)
 
 QWEN3 = {"model_type": "qwen3", **TEXT, "head_dim": 8}
 
@@ -188,4 +197,106 @@ CASES["pp_chart2table"] = Case(
     ),
     {IMAGE: lambda seed: plain_item(4, {"pixel_values": noise(seed, 1, 3, 128, 128)})},
     mm_fields,
+)
+
+
+def whole_tiles(seed: int, per_tile: int = 4) -> MediaItem:
+    """2 or 3 tiles; the mask says which of them are none, and not which of their pixels."""
+    pixels = noise(seed, 1, 2 + seed % 2, 3, 16, 16)
+    tiles = pixels.shape[1]
+    fields = {"pixel_values": pixels, "pixel_attention_mask": torch.ones(1, tiles).bool()}
+    return marked(IMAGE, ([MARK] + [IMG_TOKEN] * per_tile) * tiles, IMG_TOKEN, fields)
+
+
+def fine_tiles(seed: int) -> MediaItem:
+    """As the processor makes them when it is told of dense print: four times the embeddings."""
+    item = whole_tiles(seed, 16)
+    item.fields["tile_fine_mask"] = torch.ones(1, 1).bool()
+    return item
+
+
+def _docling() -> Any:
+    return hf.GraniteDoclingConfig(
+        text_config={**TEXT, "num_hidden_layers": 3, "embedding_multiplier": 2.0},
+        vision_config={
+            **CLIP,
+            "out_hidden_size": 32,
+            "scale_factor": 2,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        image_token_id=IMG_TOKEN,
+    )
+
+
+CASES["granite_docling"] = Case(_docling, {IMAGE: whole_tiles}, tiles_in_row)
+CASES["granite_docling_fine"] = Case(_docling, {IMAGE: fine_tiles}, tiles_in_row)
+
+
+def marked_tiles(seed: int) -> MediaItem:
+    """1 to 3 tiles of 4 embeddings; the marks around them, whose rows are the tower's, are among
+    the tokens that are never said, since in an answer they would be words."""
+    tiles = 1 + seed % 3
+    inside = [one for _ in range(tiles) for one in (*[IMG_TOKEN] * 4, AUD_TOKEN)]
+    fields = {"pixel_values": noise(seed, tiles, 3, 16, 16)}
+    return marked(IMAGE, [VID_TOKEN, *inside], IMG_TOKEN, fields)
+
+
+CASES["ovis2"] = Case(
+    lambda: hf.Ovis2Config(
+        text_config=QWEN2,
+        vision_config={
+            **CLIP,
+            "vocab_size": 40,
+            "hidden_stride": 2,
+            "num_visual_indicator_tokens": 2,
+        },
+        image_token_id=IMG_TOKEN,
+        visual_indicator_token_ids=[VID_TOKEN, AUD_TOKEN],
+        vocab_size=TEXT["vocab_size"],
+        hidden_size=TEXT["hidden_size"],
+        tie_word_embeddings=False,
+    ),
+    {IMAGE: marked_tiles},
+    mm_fields,
+)
+
+
+def two_views(seed: int) -> MediaItem:
+    """The whole image and one cut-out, or none; the tower answers each with 144 rows."""
+    cuts = seed % 2
+    fields = {
+        "pixel_values": noise(seed, 1, 3, 64, 64),
+        "num_local_patches": torch.tensor([cuts]),
+    }
+    if cuts:
+        fields["pixel_values_local"] = noise(seed + 1, cuts, 3, 48, 48)
+    return plain_item(144 * (1 + cuts) + 1, fields)
+
+
+CASES["deepseek_ocr2"] = Case(
+    lambda: hf.DeepseekOcr2Config(
+        text_config={
+            **TEXT,
+            "max_position_embeddings": 4096,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        vision_config={
+            "sam_config": {
+                **GOT_VISION,
+                "image_size": 64,
+                "patch_size": 4,
+                "downsample_channels": [16, 24],
+            },
+            "encoder_config": {**TEXT, "hidden_size": 24, "num_attention_heads": 2},
+        },
+        image_token_id=IMG_TOKEN,
+    ),
+    {IMAGE: two_views},
+    mm_fields,
+    budget=171,
+    num_blocks=256,
 )

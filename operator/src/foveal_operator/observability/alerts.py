@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from foveal_operator.observability.promql import OPERATOR, REQUESTS, RESOURCE, Scope
+from foveal_operator.observability.promql import OPERATOR, RESOURCE, Scope
 
 RUNBOOKS = "https://foveal.dev/docs/runbooks"
 """Where runbooks are read unless the chart or the operator's --runbooks says otherwise."""
@@ -195,12 +195,11 @@ SERVING_ALERTS = (
     ),
     Alert(
         name="FovealErrorRate",
-        expr=_R.rate("http_requests", status="5xx", handler=REQUESTS) + " / "
-        + _R.rate("http_requests", handler=REQUESTS) + " > 0.05",
+        expr=_R.failed() + " > 0.05",
         hold="5m",
         severity="critical",
         summary="{{ $value | humanizePercentage }} of requests fail with a server error.",
-        about="foveal_request_errors_total counts them by code.",
+        about="foveal_request_errors_total counts them by code, streams that broke off among them.",
     ),
     Alert(
         name="FovealFrontendsAtMost",

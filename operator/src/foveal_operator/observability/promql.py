@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from foveal_operator.telemetry.declared import OPERATOR_METRICS, OWN_LABEL, is_shared
+from foveal_runtime.plan.errors import SERVER_FAULTS
 from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.plan.metrics.metric import Metric
 
@@ -17,6 +18,8 @@ TARGET_LABELS = frozenset({"namespace", "resource", "pod", "role", "revision"})
 """`resource`, `role` and `revision` come from pod labels by the PodMonitor's relabelings. The
 operator's families about a resource carry `namespace` and `name` themselves (honorLabels)."""
 
+_REQUESTS = "!~/(readyz|livez|health|metrics|version)"
+"""`handler` of what clients ask for; probes are many."""
 _PROCESS = ("process",)
 PROCESS_METRICS: tuple[Metric, ...] = (
     Metric(name="process_resident_memory_bytes", kind="gauge", help="Resident memory.",
@@ -102,6 +105,12 @@ class Scope(msgspec.Struct, frozen=True):
         """Of two counters' rates; no data before the first event of the lower one."""
         return f"{self.rate(top, by, **labels)} / {self.rate(bottom, by, **labels)}"
 
+    def failed(self) -> str:
+        """The share of requests, probes left out, that the server failed; no data while there are
+        none. By code, since a stream that broke off began with a 200."""
+        top = self.rate("foveal_request_errors", code="~" + "|".join(SERVER_FAULTS))
+        return f"{top} / ({self.rate('http_requests', handler=_REQUESTS)} > 0)"
+
     def mean(self, name: str, by: str = "", /, **labels: str) -> str:
         """The mean of a histogram."""
         top = self.rate(name, by, "sum", **labels)
@@ -154,8 +163,6 @@ def has_exemplars(expr: str) -> bool:
     return any(f"{name}_bucket" in expr for name, metric in KNOWN.items() if metric.is_traced)
 
 
-REQUESTS = "!~/(readyz|livez|health|metrics|version)"
-"""`handler` of what clients ask for. Probes are many, and a 503 of /readyz is an answer."""
 DASHBOARD = Scope('=~"$namespace"', '=~"$resource"', '=~"$pod"', window="$__rate_interval")
 RESOURCE = Scope('="@namespace@"', '="@resource@"')
 """Alert rules of one resource: the tokens are filled in by manifests/monitoring.py."""

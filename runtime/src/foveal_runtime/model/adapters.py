@@ -171,6 +171,17 @@ def _gemma3n_tokens(core: Any, ids: torch.Tensor) -> torch.Tensor:
     return embeds
 
 
+def _ovis2_tokens(core: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Ovis 2 takes the marks around and between tiles from its table of visual words."""
+    import torch
+
+    embeds: torch.Tensor = core.get_input_embeddings()(ids)
+    table = core.visual_embeddings_table.weight[-core.vision_tower.num_visual_indicator_tokens :]
+    for mark, row in zip(core.visual_indicator_token_ids, table, strict=True):
+        embeds = torch.where((ids == mark)[:, None], row.to(embeds.dtype), embeds)
+    return embeds
+
+
 CUSTOM_ENCODERS: dict[str, Callable[..., Any]] = {
     "gemma3n_audio": _gemma3n_audio,
     "gemma4_audio": _gemma4_audio,
@@ -270,6 +281,25 @@ ADAPTERS: dict[str, Adapter] = {
     "lighton_ocr": _SIZED,
     "idefics3": Adapter({"image": _TILED}),
     "smolvlm": Adapter({"image": _TILED, "video": _TILED}),
+    "deepseek_ocr2": Adapter(
+        {
+            "image": EncoderSpec(
+                _IMAGE,
+                ("pixel_values", "num_local_patches"),
+                optional=("pixel_values_local",),
+                ragged=("pixel_values_local",),
+            )
+        }
+    ),
+    "granite_docling": Adapter(
+        {
+            "image": EncoderSpec(
+                _IMAGE, ("pixel_values", "pixel_attention_mask"), optional=("tile_fine_mask",)
+            )
+        },
+        deepstack=True,
+    ),
+    "ovis2": replace(_CROPS, embed_tokens=_ovis2_tokens),
     "internvl": Adapter({"image": _CROPS_SPEC, "video": _CROPS_SPEC}),
     "llama4": Adapter(
         {"image": EncoderSpec("llama4_image", ("pixel_values",), ragged=("pixel_values",))},
@@ -283,10 +313,12 @@ ADAPTERS: dict[str, Adapter] = {
         {"image": EncoderSpec(_IMAGE, ("pixel_values", "spatial_shapes", "pixel_attention_mask"))},
         has_state=True,
     ),
+    "lfm3_vl": Adapter(_GRIDS, has_state=True),
     "qwen3_5": Adapter(_GRIDS, rope=_GRID_ROPE, has_state=True),
     "qwen3_5_moe": Adapter(_GRIDS, rope=_GRID_ROPE, has_state=True),
     "qwen3_vl": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
     "qwen3_vl_moe": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
+    "cohere_compass": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
     "cosmos3_edge": Adapter(_GRIDS, rope=_GRID_ROPE),
     "cosmos3_omni": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),
     "exaone4_5": _PLAIN_GRIDS,
@@ -330,12 +362,15 @@ ADAPTERS: dict[str, Adapter] = {
 _ENCODER = Adapter({}, bidirectional="prompt", is_encoder=True)
 _ROBERTA = replace(_ENCODER, starts_after_padding=True)
 
+PLAIN_TEXT = Adapter({})
+"""Other causal text models need nothing."""
 TEXT_ADAPTERS: dict[str, Adapter] = {
     **dict.fromkeys(ENCODERS, _ENCODER),
     **dict.fromkeys(("camembert", "roberta", "xlm-roberta"), _ROBERTA),
     "llama4_text": Adapter({}, correct_query=_llama4_temperature),
     **{kind: Adapter({}, has_layer_inputs=True) for kind in ("gemma3n_text", "gemma4_text")},
-    **{kind: Adapter({}, has_state=True) for kind in ("lfm2", "qwen3_5_text", "qwen3_next")},
+    **{
+        kind: Adapter({}, has_state=True) for kind in ("lfm2", "lfm3", "qwen3_5_text", "qwen3_next")
+    },
+    "mistral4": PLAIN_TEXT,  # transformers lists it among the multimodal types
 }
-PLAIN_TEXT = Adapter({})
-"""Other causal text models need nothing."""

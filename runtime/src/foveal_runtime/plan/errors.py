@@ -200,6 +200,19 @@ def _leaves(root: type[FovealError]) -> dict[str, type[FovealError]]:
     return found
 
 
+SERVER_FAULTS = tuple(
+    sorted(
+        {FovealError.code}
+        | {
+            code
+            for code, leaf in _leaves(FovealError).items()
+            if leaf.status >= 500 and leaf is not StartupError
+        }
+    )
+)
+"""Codes of requests that the server failed, before its answer began or in the middle of it."""
+
+
 def from_wire(code: str, message: str) -> FovealError:
     """The error for a wire code, as an engine reports it; an unknown code is an EngineFailure."""
     return _leaves(FovealError).get(code, EngineFailure)(message)

@@ -29,9 +29,13 @@ IMAGES = [
     "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
     "glm4v", "idefics3", "smolvlm", "internvl", "gemma3", "paligemma", "glm46v", "exaone4_5",
     "paddleocr_vl", "deepseek_vl", "janus", "video_llava", "llava_next_video",
-    "gemma3n", "gemma4", "gemma4_unified",
+    "gemma3n", "gemma4", "gemma4_unified", "lfm3_vl", "cohere_compass", "deepseek_ocr2",
+    "granite_docling", "ovis2",
 ]  # fmt: skip
-VIDEOS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4", "gemma4_unified"]
+VIDEOS = [
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4", "gemma4_unified", "lfm3_vl",
+    "cohere_compass",
+]  # fmt: skip
 SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma3n", "gemma4", "gemma4_unified"]
 SAME_FIELDS = {
     "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "gemma3", "gemma4",
@@ -134,7 +138,7 @@ def check(loaded, name: str, modality: int, files: list[bytes], text: str) -> No
 
 
 SIZES = ((256, 192), (90, 60), (1280, 960), (1024, 192), (192, 1024))
-NOT_AS_EMBEDS = {"mistral3", "idefics3", "smolvlm", "lfm2_vl"}
+NOT_AS_EMBEDS = {"mistral3", "idefics3", "smolvlm", "lfm2_vl", "granite_docling", "ovis2"}
 """Families whose images take several stretches of a prompt, by their size."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from foveal_operator.observability.panel import Board, Row, buckets, graph, stat, table
 from foveal_operator.observability.promql import DASHBOARD as D
-from foveal_operator.observability.promql import REQUESTS
 
 _TTFT = "vllm:time_to_first_token_seconds"
 _ITL = "vllm:inter_token_latency_seconds"
@@ -29,9 +28,8 @@ _NOW = Row("Now", (
          "percentunit", bad=0.5, warn=1, runbooks=("FovealUnavailable", "FovealPodFailing")),
     stat("Sequences/s", "Finished sequences of any reason.",
          D.rate("vllm:request_success"), "reqps"),
-    stat("Errors", "Share of HTTP requests, probes left out, that the server failed (5xx).",
-         "(" + D.rate("http_requests", status="5xx", handler=REQUESTS) + " / ("
-         + D.rate("http_requests", handler=REQUESTS) + " > 0)) or vector(0)",
+    stat("Errors", "Share of HTTP requests, probes left out, that the server failed: with a 5xx, "
+         "or after its answer began.", f"({D.failed()}) or vector(0)",
          "percentunit", warn=0.01, bad=0.05, runbooks=("FovealErrorRate",)),
     stat("TTFT p95", "Time to first token.", D.quantile(0.95, _TTFT), "s"),
     stat("Media hit ratio", "Media items that were neither processed nor sent.",

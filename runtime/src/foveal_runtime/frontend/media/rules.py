@@ -38,7 +38,8 @@ class FamilyRule(msgspec.Struct, frozen=True):
 
     Attributes:
         embed_from: modality → whose token takes the encoder outputs ("image" for GLM-4V's videos),
-            or "tokenizer" (Gemma 3 writes <start_of_image> and expands to <image_soft_token>).
+            or "tokenizer" (Gemma 3 writes <start_of_image> and expands to <image_soft_token>), or
+            the token itself.
         modalities: what the engine can serve of this family.
         methods: ways to find replacement ids, tried in order; () = the default order.
         several: False when a prompt with two items is not made of two items alone (LLaVA-OneVision
@@ -115,6 +116,7 @@ _GLM = (
 _RULES: dict[str, FamilyRule] = {
     "gemma3": FamilyRule(embed_from=(("image", "tokenizer"),), modalities=("image",), newlines=2),
     "gemma3n": FamilyRule(modalities=("image", "audio"), newlines=2),
+    "ovis2": FamilyRule(embed_from=(("image", "<IMG_ATOM>"),)),
     "paligemma": FamilyRule(modalities=("image",), prompt_rule="prefix"),
     "glm4v": FamilyRule(embed_from=(("video", "image"),), wraps=_GLM),
     "glm4v_moe": FamilyRule(embed_from=(("video", "image"),), wraps=_GLM),
@@ -172,8 +174,10 @@ def placeholder(rule: FamilyRule, processor: Any, modality: int) -> Placeholder 
         embed_id = tokenizer.image_token_id
     elif source == name:
         embed_id = token_id
-    else:
+    elif source in _NAMES:
         embed_id = getattr(processor, f"{source}_token_id", None)
+    else:
+        embed_id = tokenizer.convert_tokens_to_ids(source)
     before, after = next(((b, a) for n, b, a in rule.wraps if n == name), ("", ""))
     return Placeholder(
         token, int(token_id), int(token_id if embed_id is None else embed_id),

@@ -267,7 +267,8 @@ def adapter_for(config: Any) -> Adapter:
             return replace(found, bidirectional="none")
         return found
     multimodal = type(config) in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING
-    if multimodal or config.get_text_config() is not config:
+    is_known = kind in TEXT_ADAPTERS
+    if config.get_text_config() is not config or (multimodal and not is_known):
         raise StartupError(unserved_kind(kind))
     adapter = TEXT_ADAPTERS.get(kind, PLAIN_TEXT)
     if adapter.starts_after_padding:
