@@ -15,12 +15,12 @@ from foveal_runtime.model.adapters import ADAPTERS
 from foveal_runtime.model.checkpoint.loader import (
     adapter_for,
     check_class,
-    check_weights,
     class_for,
     load_model,
     read_config,
 )
 from foveal_runtime.model.checkpoint.probe import meta_layers
+from foveal_runtime.model.checkpoint.weights import check_weights
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 

@@ -27,11 +27,11 @@ from foveal_runtime.model.checkpoint import placement, quantized
 from foveal_runtime.model.checkpoint.kinds import check_kind
 from foveal_runtime.model.checkpoint.loader import (
     check_class,
-    check_weights,
     class_for,
     load_model,
     meta_model,
 )
+from foveal_runtime.model.checkpoint.weights import check_weights
 from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.model.parallel.tensor_parallel import check_splits
 from foveal_runtime.plan.embedder import check_task, read_embedder

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from foveal_runtime.model.checkpoint.placement import METHOD, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.rotary import settle_rope
 from foveal_runtime.model.checkpoint.settings import check_towers, settle_outputs
-from foveal_runtime.model.checkpoint.weights import check_directory
+from foveal_runtime.model.checkpoint.weights import check_directory, check_report, check_weights
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
 from foveal_runtime.model.cpu.packing import own_rest, pack_linears
@@ -344,38 +343,6 @@ def check_class(config: Any, model_class: Any) -> None:
 
 def _layer_input_width(text_config: Any) -> int:
     return int(getattr(text_config, "hidden_size_per_layer_input", 0) or 0)
-
-
-def check_weights(path: str) -> None:
-    """Raises StartupError unless the weights are safetensors."""
-    if any(Path(path).glob("*.safetensors")):
-        return
-    pickles = sorted(p.name for p in Path(path).glob("*.bin")) + sorted(
-        p.name for p in Path(path).glob("*.pt*")
-    )
-    if pickles:
-        raise StartupError(
-            f"model {path}: weights are only there as pickles ({pickles[0]}), which can run code "
-            "when read; convert them to safetensors"
-        )
-    raise StartupError(f"model {path}: no *.safetensors there")
-
-
-def check_report(path: str, report: dict[str, Any]) -> None:
-    """transformers fills missing weights with random numbers and only logs it. Raises."""
-    if mismatched := sorted(report.get("mismatched_keys") or ()):
-        name, stored, wanted = mismatched[0]
-        raise StartupError(
-            f"model {path}: {len(mismatched)} weights have another shape than config.json says: "
-            f"{name} is {list(stored)} in the checkpoint, not {list(wanted)}; take config.json "
-            "and weights from the same model"
-        )
-    missing = sorted(report.get("missing_keys") or ())
-    if missing:
-        raise StartupError(
-            f"model {path}: {len(missing)} weights are not in the checkpoint, {missing[0]} among "
-            "them: files are incomplete or belong to another architecture"
-        )
 
 
 def _unloadable(path: str, error: Exception) -> StartupError:

@@ -46,6 +46,38 @@ def check_directory(path: str) -> None:
         )
 
 
+def check_weights(path: str) -> None:
+    """Raises StartupError unless the weights are safetensors."""
+    if any(Path(path).glob("*.safetensors")):
+        return
+    pickles = sorted(p.name for p in Path(path).glob("*.bin")) + sorted(
+        p.name for p in Path(path).glob("*.pt*")
+    )
+    if pickles:
+        raise StartupError(
+            f"model {path}: weights are only there as pickles ({pickles[0]}), which can run code "
+            "when read; convert them to safetensors"
+        )
+    raise StartupError(f"model {path}: no *.safetensors there")
+
+
+def check_report(path: str, report: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers and only logs it. Raises."""
+    if mismatched := sorted(report.get("mismatched_keys") or ()):
+        name, stored, wanted = mismatched[0]
+        raise StartupError(
+            f"model {path}: {len(mismatched)} weights have another shape than config.json says: "
+            f"{name} is {list(stored)} in the checkpoint, not {list(wanted)}; take config.json "
+            "and weights from the same model"
+        )
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        raise StartupError(
+            f"model {path}: {len(missing)} weights are not in the checkpoint, {missing[0]} among "
+            "them: files are incomplete or belong to another architecture"
+        )
+
+
 def weight_files(path: str) -> list[Path]:
     """The files transformers would load; other safetensors beside them (consolidated copies,
     adapters) do not count. Raises StartupError when there are none."""
