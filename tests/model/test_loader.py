@@ -22,6 +22,7 @@ from foveal_runtime.model.checkpoint.loader import (
 from foveal_runtime.model.checkpoint.probe import meta_layers
 from foveal_runtime.model.checkpoint.weights import check_weights
 from foveal_runtime.model.runner.runner import TorchRunner
+from foveal_runtime.plan.embedder import check_task
 from foveal_runtime.plan.errors import StartupError
 
 pytestmark = pytest.mark.model
@@ -306,3 +307,32 @@ def test_fields_of_another_kind_are_refused_in_one_line(tiny, tmp_path, change) 
         read_config(str(tmp_path))
     assert f"model {tmp_path}: " in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_a_decoder_without_an_output_layer_embeds_and_generates_nothing(tiny, tmp_path) -> None:
+    """As e5-mistral and its like are published. An incomplete checkpoint stays refused."""
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tiny("mistral_sliding"))
+    whole.model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_bytes())["architectures"] == ["MistralModel"]
+    for task in ("generate", "both"):
+        with pytest.raises(StartupError, match=r"without an output layer.*--task embed"):
+            check_task(tmp_path, task)
+    check_task(tmp_path, "embed")
+    ids = torch.arange(20, 50)[None]
+    with torch.inference_mode():
+        wanted = whole.model(ids).last_hidden_state
+        core = load_model(str(tmp_path)).core
+        core.set_attn_implementation("sdpa")
+        assert torch.allclose(core(ids).last_hidden_state, wanted, atol=1e-5)
+    whole.save_pretrained(tmp_path, state_dict=whole.model.state_dict())
+    with pytest.raises(StartupError, match=r"lm_head\.weight among them"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("layer", [-4, 3, [9]])
+def test_a_vision_layer_that_is_not_there_is_named(layer, tiny, tmp_path) -> None:
+    shutil.copytree(tiny("llava"), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_feature_layer": layer}))
+    with pytest.raises(StartupError, match="has 2 layers: give -3 to 2"):
+        load_model(str(tmp_path))

@@ -133,6 +133,9 @@ PACKED = {
 }  # fmt: skip
 TOWER = "base_model.model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight"
 BERT = {"model_type": "bert"}
+HEADLESS = {
+    "model_type": "mistral", "architectures": ["MistralModel"], "tie_word_embeddings": False,
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2"}
 
 SECTIONS: Mapping[str, tuple[Case, ...]] = {
@@ -187,6 +190,8 @@ SECTIONS: Mapping[str, tuple[Case, ...]] = {
     "Encoders and embeddings": (
         Case("an encoder that is to generate", "it has no head for it",
              _file("config.json", lambda path: check_task(path, "generate", "MODEL"), BERT)),
+        Case("a decoder without an output layer that is to generate", "the same",
+             _file("config.json", lambda path: check_task(path, "generate", "MODEL"), HEADLESS)),
         Case("layers behind the model (Dense)", "sentence-transformers' own code",
              _file("modules.json", read_embedder, [{"type": "sentence_transformers.Dense"}])),
     ),

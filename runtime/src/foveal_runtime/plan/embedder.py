@@ -33,14 +33,31 @@ class Embedder(msgspec.Struct, frozen=True):
 
 
 def check_task(model_path: str | Path, task: Task, shown: str = "") -> None:
-    """Raises StartupError for an encoder that is to generate; `shown` names it, "": its path."""
-    kind = model_type(model_path)
-    if kind in ENCODERS and task != "embed":
+    """Raises StartupError for a model that is to generate and cannot; `shown` names it, "": its
+    path."""
+    if task == "embed":
+        return
+    kind, why = model_type(model_path), ""
+    if kind in ENCODERS:
+        why = f"{kind} is an encoder"
+    elif lacks_head(model_path):
+        why = "its architecture in config.json is one without an output layer"
+    if why:
         raise StartupError(
-            f"model {shown or model_path}: {kind} is an encoder: it embeds texts and generates "
-            "none; serve it with --task embed (model.task: Embed)",
+            f"model {shown or model_path}: {why}: it embeds texts and generates none; serve it "
+            "with --task embed (model.task: Embed)",
             param="task",
         )
+
+
+def lacks_head(model_path: str | Path) -> bool:
+    """Whether a decoder was saved without what makes tokens of its hidden states, as models for
+    embeddings are (MistralModel)."""
+    config = _config(model_path)
+    kinds = config.get("architectures")
+    kind = str(kinds[0]) if isinstance(kinds, list) and kinds else ""
+    is_core = kind.endswith("Model") and "Head" not in kind
+    return is_core and config.get("tie_word_embeddings") is False
 
 
 def read_embedder(model_path: str | Path, pooling: Pooling | Literal[""] = "") -> Embedder:
@@ -76,11 +93,15 @@ def longest_input(model_path: str | Path, positions: int) -> int:
 
 def model_type(model_path: str | Path) -> str:
     """Of config.json; "" where there is none that can be read: others say so."""
+    return str(_config(model_path).get("model_type", ""))
+
+
+def _config(model_path: str | Path) -> dict[str, Any]:
     try:
         found = json.loads((Path(model_path) / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return ""
-    return str(found.get("model_type", "")) if isinstance(found, dict) else ""
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _mode(path: Path) -> Pooling:

@@ -41,7 +41,7 @@ from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
 from foveal_runtime.model.cpu.packing import own_rest, pack_linears
 from foveal_runtime.plan.config import Quantization
-from foveal_runtime.plan.embedder import ENCODERS, model_type
+from foveal_runtime.plan.embedder import ENCODERS, lacks_head, model_type
 from foveal_runtime.plan.errors import StartupError
 
 _log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def load_model(
         )
     except _LOAD_ERRORS as error:
         raise _unloadable(path, error) from error
-    check_report(path, report)
+    check_report(path, report, _head_of(model) if lacks_head(path) else ())
     loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
     if not options:
         drop_unused_layers(model, config)
@@ -158,6 +158,12 @@ def load_model(
                 own_rest(model)
                 fuse(model)
     return loaded
+
+
+def _head_of(model: Any) -> list[str]:
+    """Names of the output layer's parameters."""
+    own = {id(one) for one in model.get_output_embeddings().parameters()}
+    return [name for name, one in model.named_parameters() if id(one) in own]
 
 
 def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "auto") -> LoadedModel:
@@ -372,8 +378,14 @@ def drop_unused_layers(model: Any, config: Any) -> int:
     if layers is None or wanted is None or not is_read:
         return 0
     count = len(layers)
+    given = [wanted] if isinstance(wanted, int) else wanted
+    if outside := [i for i in given if not -count - 1 <= i <= count]:
+        raise StartupError(
+            f"vision_feature_layer in config.json is {outside[0]}, and the vision tower has "
+            f"{count} layers: give {-count - 1} to {count}"
+        )
     # Feature 0 is what goes into the first layer, feature n what comes out of the n-th.
-    read = [i % (count + 1) for i in ([wanted] if isinstance(wanted, int) else wanted)]
+    read = [i % (count + 1) for i in given]
     unused = list(layers)[max(read) :]
     if not unused:
         return 0

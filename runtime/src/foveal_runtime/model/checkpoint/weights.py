@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ def check_weights(path: str) -> None:
     raise StartupError(f"model {path}: no *.safetensors there")
 
 
-def check_report(path: str, report: dict[str, Any]) -> None:
-    """transformers fills missing weights with random numbers and only logs it. Raises."""
+def check_report(path: str, report: dict[str, Any], unread: Collection[str] = ()) -> None:
+    """transformers fills missing weights with random numbers and only logs it. Raises StartupError,
+    unless they are among the `unread`."""
     if mismatched := sorted(report.get("mismatched_keys") or ()):
         name, stored, wanted = mismatched[0]
         raise StartupError(
@@ -70,7 +71,7 @@ def check_report(path: str, report: dict[str, Any]) -> None:
             f"{name} is {list(stored)} in the checkpoint, not {list(wanted)}; take config.json "
             "and weights from the same model"
         )
-    missing = sorted(report.get("missing_keys") or ())
+    missing = sorted(set(report.get("missing_keys") or ()).difference(unread))
     if missing:
         raise StartupError(
             f"model {path}: {len(missing)} weights are not in the checkpoint, {missing[0]} among "
