@@ -70,6 +70,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (replace "+" "_" .Chart.Version) }}
 {{- end -}}
 
 {{/* Annotations of an object: call with (list . dict). Nothing when there are none. */}}
+{{/* With labels that the values give one object: call with (list . dict). Those come before the others. */}}
+{{- define "foveal.labelsWith" -}}
+{{- toYaml (merge (dict) (index . 1) (fromYaml (include "foveal.labels" (index . 0)))) -}}
+{{- end -}}
+
 {{- define "foveal.annotations" -}}
 {{- $all := merge (dict) (index . 1) (index . 0).Values.commonAnnotations -}}
 {{- with $all -}}
