@@ -62,19 +62,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (replace "+" "_" .Chart.Version) }}
 {{- end -}}
 {{- end -}}
 
-{{/* Of the operator's pods. Where commonLabels and podLabels name one label, podLabels count. */}}
+{{/* Of a pod, beside its chart's labels: call with (list . "foveal.labels"). Where commonLabels and podLabels
+     name one label, podLabels count. */}}
 {{- define "foveal.podLabels" -}}
-{{- $own := fromYaml (include "foveal.labels" .) -}}
-{{- $added := fromYaml (include "foveal.addedLabels" .Values.podLabels) -}}
+{{- $own := fromYaml (include (index . 1) (index . 0)) -}}
+{{- $added := fromYaml (include "foveal.addedLabels" (index . 0).Values.podLabels) -}}
 {{- toYaml (merge $added $own) -}}
 {{- end -}}
 
-{{/* Annotations of an object: call with (list . dict). Nothing when there are none. */}}
 {{/* With labels that the values give one object: call with (list . dict). Those come before the others. */}}
 {{- define "foveal.labelsWith" -}}
 {{- toYaml (merge (dict) (index . 1) (fromYaml (include "foveal.labels" (index . 0)))) -}}
 {{- end -}}
 
+{{/* Annotations of an object: call with (list . dict). Nothing when there are none. */}}
 {{- define "foveal.annotations" -}}
 {{- $all := merge (dict) (index . 1) (index . 0).Values.commonAnnotations -}}
 {{- with $all -}}
