@@ -77,7 +77,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (replace "+" "_" .Chart.Version) }}
 
 {{/* Annotations of an object: call with (list . dict). Nothing when there are none. */}}
 {{- define "foveal.annotations" -}}
-{{- $all := merge (dict) (index . 1) (index . 0).Values.commonAnnotations -}}
+{{- $all := merge (dict) (index . 1) (default dict (index . 0).Values.commonAnnotations) -}}
 {{- with $all -}}
 annotations:
   {{- toYaml . | nindent 2 }}

@@ -52,13 +52,47 @@ def test_the_icon_is_the_file_beside_it() -> None:
 
 def test_sets_of_values_for_checks_fit_the_schema() -> None:
     for file in (CHART / "ci").glob("*.yaml"):
-        CHECK.validate({**VALUES, **yaml.safe_load(file.read_text())})
+        CHECK.validate(merged(VALUES, yaml.safe_load(file.read_text())))
+
+
+def merged(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """As Helm merges them."""
+    found = dict(values)
+    for name, value in given.items():
+        is_part = isinstance(value, dict) and isinstance(values.get(name), dict)
+        found[name] = merged(values[name], value) if is_part else value
+    return found
 
 
 # --- values -----------------------------------------------------------------------------------
 def test_default_values_fit_the_schema_and_each_is_known_to_it() -> None:
     CHECK.validate(VALUES)
     assert set(SCHEMA["properties"]) - {"global"} == set(VALUES)
+
+
+def needed(values: dict[str, Any], path: str = "") -> list[str]:
+    """Values that have a default, but for those that a cluster may do without."""
+    found = []
+    for name, value in values.items():
+        if value in ("", [], {}) or name in ("podSecurityContext", "resources"):
+            continue
+        found.append(f"{path}{name}")
+        found += needed(value, f"{path}{name}.") if isinstance(value, dict) else []
+    return found
+
+
+@pytest.mark.parametrize("path", needed(VALUES))
+def test_a_value_that_is_taken_away_is_named(path: str) -> None:
+    """As by a key with nothing behind it, which Helm takes for null."""
+    changed = copy.deepcopy(VALUES)
+    *parents, last = path.split(".")
+    at = changed
+    for name in parents:
+        at = at[name]
+    del at[last]
+    (error,) = CHECK.iter_errors(changed)
+    assert error.message == f'"{last}" is a required property'
+    assert list(error.instance_path) == parents
 
 
 def objects(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
