@@ -64,6 +64,27 @@ def test_an_overlay_limits_the_cpu(cpu: object) -> None:
     assert after == {**before, "limits": {**before["limits"], "cpu": cpu}}
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dict.fromkeys(["containers", "volumes", "tolerations", "securityContext", "affinity"]),
+        {"containers": [{"name": "engine", "env": None, "volumeMounts": None}]},
+        {"containers": [{"name": "engine", "resources": None}]},
+        {"containers": [{"name": "engine", "resources": {"limits": None, "requests": None}}]},
+        {"containers": [{"name": "engine", "resources": {"limits": {"cpu": None}}}]},
+    ],
+)
+def test_a_key_with_nothing_behind_it_changes_nothing(spec: Obj) -> None:
+    """The API server takes `tolerations:` for no list, in every other pod template."""
+    (plain,) = wanted(resource()).of_kind("StatefulSet")
+    body = put(resource(), "spec.engine.podTemplate", {"spec": spec})
+    (laid,) = wanted(body).of_kind("StatefulSet")
+    before, after = (one["spec"]["template"]["spec"] for one in (plain, laid))
+    (container,) = after["containers"]
+    assert container["resources"]["limits"].pop("cpu", None) is None
+    assert {key: value for key, value in after.items() if value is not None} == before
+
+
 @pytest.mark.parametrize("part", ["limits", "requests"])
 def test_an_overlay_asks_for_storage(part: str) -> None:
     """Where a quota counts it no pod was admitted, and a cluster's own default evicted pods."""
@@ -182,6 +203,7 @@ def test_a_new_secret_restarts_engines_that_read_one(source: Obj, reads: bool) -
         (limited("8", requests={"cpu": "1"}), "containers[engine].resources.requests"),
         (limited("8", memory="1Gi"), "containers[engine].resources.limits.memory"),
         (limited("8", requests=5), "containers[engine].resources"),
+        (limited("8", requests={"memory": None}), "containers[engine].resources.requests.memory"),
         (
             limited("8", requests={"ephemeral-storage": "much"}),
             "resources.requests.ephemeral-storage",
