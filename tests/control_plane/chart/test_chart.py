@@ -119,6 +119,11 @@ def test_unknown_values_are_refused(path: str) -> None:
         ("replicas", -1),
         ("image.digest", "latest"),
         ("image.repository", ""),
+        ("image.registry", "https://registry.example"),
+        ("image.registry", "registry.example/a:1"),
+        ("image.repository", "foveal/operator:0.1.0"),
+        ("runtimeImage.repository", "foveal/runtime@sha256:0"),
+        ("runtimeImage.tag", ":0.1.0"),
         ("image.pullPolicy", "Sometimes"),
         ("operator.workers", 0),
         ("operator.logLevel", "TRACE"),
@@ -143,6 +148,21 @@ def test_wrong_values_are_refused(path: str, value: object) -> None:
         at = at[name]
     at[last] = value
     assert not CHECK.is_valid(changed)
+
+
+@pytest.mark.parametrize(
+    ("registry", "repository"),
+    [
+        ("registry.example", "foveal/operator"),
+        ("registry.example:5000/mirror/", "operator"),
+        ("[fd00::1]:5000", "foveal/operator"),
+        ("", "localhost:5000/foveal/operator"),
+        ("", "foveal/operator"),
+    ],
+)
+def test_registries_and_repositories_are_taken(registry: str, repository: str) -> None:
+    image = {"registry": registry, "repository": repository, "tag": "v1.2.3_rc.1"}
+    CHECK.validate(merged(VALUES, {"image": image, "runtimeImage": image}))
 
 
 def test_one_way_of_scraping_at_a_time() -> None:
