@@ -27,8 +27,8 @@
 
 {{/* Labels that never change. */}}
 {{- define "foveal.selector" -}}
-app.kubernetes.io/name: {{ include "foveal.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "foveal.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "foveal.labels" -}}
@@ -40,7 +40,7 @@ app.kubernetes.io/component: operator
 {{/* Of the pod of `helm test`: the operator's selectors must not find it. */}}
 {{- define "foveal.testLabels" -}}
 app.kubernetes.io/name: {{ include "foveal.name" . }}-test
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: test
 {{ include "foveal.sharedLabels" . }}
 {{- end -}}
