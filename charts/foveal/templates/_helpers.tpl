@@ -27,8 +27,8 @@
 
 {{/* Labels that never change. */}}
 {{- define "foveal.selector" -}}
-app.kubernetes.io/name: {{ include "foveal.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "foveal.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "foveal.labels" -}}
@@ -40,7 +40,7 @@ app.kubernetes.io/component: operator
 {{/* Of the pod of `helm test`: the operator's selectors must not find it. */}}
 {{- define "foveal.testLabels" -}}
 app.kubernetes.io/name: {{ include "foveal.name" . }}-test
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: test
 {{ include "foveal.sharedLabels" . }}
 {{- end -}}
@@ -62,16 +62,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name (replace "+" "_" .Chart.Version) }}
 {{- end -}}
 {{- end -}}
 
-{{/* Of the operator's pods. Where commonLabels and podLabels name one label, podLabels count. */}}
+{{/* Of a pod, beside its chart's labels: call with (list . "foveal.labels"). Where commonLabels and podLabels
+     name one label, podLabels count. */}}
 {{- define "foveal.podLabels" -}}
-{{- $own := fromYaml (include "foveal.labels" .) -}}
-{{- $added := fromYaml (include "foveal.addedLabels" .Values.podLabels) -}}
+{{- $own := fromYaml (include (index . 1) (index . 0)) -}}
+{{- $added := fromYaml (include "foveal.addedLabels" (index . 0).Values.podLabels) -}}
 {{- toYaml (merge $added $own) -}}
+{{- end -}}
+
+{{/* With labels that the values give one object: call with (list . dict). Those come before the others. */}}
+{{- define "foveal.labelsWith" -}}
+{{- toYaml (merge (dict) (index . 1) (fromYaml (include "foveal.labels" (index . 0)))) -}}
 {{- end -}}
 
 {{/* Annotations of an object: call with (list . dict). Nothing when there are none. */}}
 {{- define "foveal.annotations" -}}
-{{- $all := merge (dict) (index . 1) (index . 0).Values.commonAnnotations -}}
+{{- $all := merge (dict) (index . 1) (default dict (index . 0).Values.commonAnnotations) -}}
 {{- with $all -}}
 annotations:
   {{- toYaml . | nindent 2 }}

@@ -47,13 +47,47 @@ def test_the_icon_is_the_file_beside_it() -> None:
 
 def test_sets_of_values_for_checks_fit_the_schema() -> None:
     for file in (CHART / "ci").glob("*.yaml"):
-        CHECK.validate({**VALUES, **yaml.safe_load(file.read_text())})
+        CHECK.validate(merged(VALUES, yaml.safe_load(file.read_text())))
+
+
+def merged(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """As Helm merges them."""
+    found = dict(values)
+    for name, value in given.items():
+        is_part = isinstance(value, dict) and isinstance(values.get(name), dict)
+        found[name] = merged(values[name], value) if is_part else value
+    return found
 
 
 # --- values -----------------------------------------------------------------------------------
 def test_default_values_fit_the_schema_and_each_is_known_to_it() -> None:
     CHECK.validate(VALUES)
     assert set(SCHEMA["properties"]) - {"global"} == set(VALUES)
+
+
+def needed(values: dict[str, Any], path: str = "") -> list[str]:
+    """Values that have a default, but for those that a cluster may do without."""
+    found = []
+    for name, value in values.items():
+        if value in ("", [], {}) or name in ("podSecurityContext", "resources"):
+            continue
+        found.append(f"{path}{name}")
+        found += needed(value, f"{path}{name}.") if isinstance(value, dict) else []
+    return found
+
+
+@pytest.mark.parametrize("path", needed(VALUES))
+def test_a_value_that_is_taken_away_is_named(path: str) -> None:
+    """As by a key with nothing behind it, which Helm takes for null."""
+    changed = copy.deepcopy(VALUES)
+    *parents, last = path.split(".")
+    at = changed
+    for name in parents:
+        at = at[name]
+    del at[last]
+    (error,) = CHECK.iter_errors(changed)
+    assert error.message == f'"{last}" is a required property'
+    assert list(error.instance_path) == parents
 
 
 def objects(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
@@ -80,6 +114,11 @@ def test_unknown_values_are_refused(path: str) -> None:
         ("replicas", -1),
         ("image.digest", "latest"),
         ("image.repository", ""),
+        ("image.registry", "https://registry.example"),
+        ("image.registry", "registry.example/a:1"),
+        ("image.repository", "foveal/operator:0.1.0"),
+        ("runtimeImage.repository", "foveal/runtime@sha256:0"),
+        ("runtimeImage.tag", ":0.1.0"),
         ("image.pullPolicy", "Sometimes"),
         ("operator.workers", 0),
         ("operator.logLevel", "TRACE"),
@@ -104,6 +143,21 @@ def test_wrong_values_are_refused(path: str, value: object) -> None:
         at = at[name]
     at[last] = value
     assert not CHECK.is_valid(changed)
+
+
+@pytest.mark.parametrize(
+    ("registry", "repository"),
+    [
+        ("registry.example", "foveal/operator"),
+        ("registry.example:5000/mirror/", "operator"),
+        ("[fd00::1]:5000", "foveal/operator"),
+        ("", "localhost:5000/foveal/operator"),
+        ("", "foveal/operator"),
+    ],
+)
+def test_registries_and_repositories_are_taken(registry: str, repository: str) -> None:
+    image = {"registry": registry, "repository": repository, "tag": "v1.2.3_rc.1"}
+    CHECK.validate(merged(VALUES, {"image": image, "runtimeImage": image}))
 
 
 def test_one_way_of_scraping_at_a_time() -> None:

@@ -120,6 +120,32 @@ async def test_every_write_is_signed_strict_and_forced(server: Server, connect: 
     assert update[0] == "PUT"
 
 
+@pytest.mark.parametrize(
+    ("exempt", "is_direct"),
+    [
+        ("127.0.0.0/8", True),
+        ("example.com, 127.0.0.0/8,.svc", True),
+        ("127.0.0.1", True),
+        ("10.0.0.0/8,::/0,127.0.0.x/8,", False),
+    ],
+)
+async def test_networks_in_no_proxy_are_reached_directly(
+    server: Server, connect: Any, monkeypatch: pytest.MonkeyPatch, exempt: str, is_direct: bool
+) -> None:
+    """Clusters name their Services' network there, and inject it into every pod."""
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", exempt)
+    cluster = connect()
+    if is_direct:
+        await cluster.apply(BODY)
+        assert len(server.requests) == 1
+    else:
+        with pytest.raises(Transient):
+            await cluster.apply(BODY)
+
+
 async def test_a_delete_names_the_very_object(server: Server, connect: Any) -> None:
     cluster = connect()
     assert await cluster.delete(POD, "n", "a", "uid-1")

@@ -45,7 +45,7 @@ def of_engine(mounts: list[Obj]) -> Obj:
     return {"spec": {"containers": [{"name": "engine", "volumeMounts": mounts}]}}
 
 
-def limited(cpu: object, role: str = "engine", memory: str = "", **more: Obj) -> Obj:
+def limited(cpu: object, role: str = "engine", memory: str = "", **more: object) -> Obj:
     """An overlay with a CPU limit, and what is locked beside it."""
     limits = {"cpu": cpu, **({"memory": memory} if memory else {})}
     own = {"name": role, "resources": {"limits": limits, **more}}
@@ -62,6 +62,40 @@ def test_an_overlay_limits_the_cpu(cpu: object) -> None:
         one["spec"]["template"]["spec"]["containers"][0]["resources"] for one in (plain, laid)
     )
     assert after == {**before, "limits": {**before["limits"], "cpu": cpu}}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dict.fromkeys(["containers", "volumes", "tolerations", "securityContext", "affinity"]),
+        {"containers": [{"name": "engine", "env": None, "volumeMounts": None}]},
+        {"containers": [{"name": "engine", "resources": None}]},
+        {"containers": [{"name": "engine", "resources": {"limits": None, "requests": None}}]},
+        {"containers": [{"name": "engine", "resources": {"limits": {"cpu": None}}}]},
+    ],
+)
+def test_a_key_with_nothing_behind_it_changes_nothing(spec: Obj) -> None:
+    """The API server takes `tolerations:` for no list, in every other pod template."""
+    (plain,) = wanted(resource()).of_kind("StatefulSet")
+    body = put(resource(), "spec.engine.podTemplate", {"spec": spec})
+    (laid,) = wanted(body).of_kind("StatefulSet")
+    before, after = (one["spec"]["template"]["spec"] for one in (plain, laid))
+    (container,) = after["containers"]
+    assert container["resources"]["limits"].pop("cpu", None) is None
+    assert {key: value for key, value in after.items() if value is not None} == before
+
+
+@pytest.mark.parametrize("part", ["limits", "requests"])
+def test_an_overlay_asks_for_storage(part: str) -> None:
+    """Where a quota counts it no pod was admitted, and a cluster's own default evicted pods."""
+    (plain,) = wanted(resource()).of_kind("StatefulSet")
+    own = {"name": "engine", "resources": {part: {"ephemeral-storage": "4Gi"}}}
+    overlay = {"spec": {"containers": [own]}}
+    (laid,) = wanted(put(resource(), "spec.engine.podTemplate", overlay)).of_kind("StatefulSet")
+    before, after = (
+        one["spec"]["template"]["spec"]["containers"][0]["resources"] for one in (plain, laid)
+    )
+    assert after == {**before, part: {**before[part], "ephemeral-storage": "4Gi"}}
 
 
 def test_a_cpu_limit_below_the_request_says_both() -> None:
@@ -168,6 +202,12 @@ def test_a_new_secret_restarts_engines_that_read_one(source: Obj, reads: bool) -
         ({"spec": {"containers": [{"name": "engine", "args": []}]}}, "containers[engine].args"),
         (limited("8", requests={"cpu": "1"}), "containers[engine].resources.requests"),
         (limited("8", memory="1Gi"), "containers[engine].resources.limits.memory"),
+        (limited("8", requests=5), "containers[engine].resources"),
+        (limited("8", requests={"memory": None}), "containers[engine].resources.requests.memory"),
+        (
+            limited("8", requests={"ephemeral-storage": "much"}),
+            "resources.requests.ephemeral-storage",
+        ),
         (limited("much"), "containers[engine].resources.limits.cpu"),
         (limited("0"), "containers[engine].resources.limits.cpu"),
         (limited({}), "containers[engine].resources.limits.cpu"),

@@ -95,6 +95,16 @@ async def test_a_restart_writes_no_second_event(time: FakeTime) -> None:
     assert len(events(cluster)) == 1
 
 
+async def test_a_long_note_fits_in_the_bytes_that_the_api_server_takes(time: FakeTime) -> None:
+    """It counts bytes: a long answer of a webhook in Chinese was no Event at all."""
+    cluster = FakeCluster()
+    note = "x" + "不允许" * 400
+    await EventRecorder(cluster, time.clock, "me").record(regarding(), "Warning", "Refused", note)
+    (event,) = events(cluster)
+    assert 990 < len(event["note"].encode()) <= 1024
+    assert note.startswith(event["note"])
+
+
 async def test_an_event_that_fails_is_nobodys_problem(time: FakeTime) -> None:
     cluster = FakeCluster()
     cluster.fail(Transient("busy"), kind="Event")

@@ -158,6 +158,34 @@ async def test_a_changed_field_of_ours_is_put_right_and_others_stay(kind: str, k
         assert kit.telemetry.value("foveal_operator_drift_repairs_total", kind=kind) == 1
 
 
+async def test_a_fight_over_an_object_is_slowed_down_and_not_given_up(kit: Kit) -> None:
+    """Two operators on one namespace, of another release or with other settings, answered each
+    other 25 times a second."""
+    await served(kit)
+    repairs, kind, ours = "foveal_operator_drift_repairs_total", "NetworkPolicy", "tiny-engine"
+
+    def meddle(body: Obj) -> None:
+        body["metadata"]["labels"]["app.kubernetes.io/name"] = "somebody"
+
+    def label() -> str:
+        found: str = kit.cluster.body(kind, ours)["metadata"]["labels"]["app.kubernetes.io/name"]
+        return found
+
+    for _ in range(40):
+        kit.cluster.edit(BY_NAME[kind], "default", ours, meddle)
+        await kit.settle()
+    assert (kit.telemetry.value(repairs, kind=kind), label()) == (20, "somebody")
+    kit.cluster.edit(BY_NAME["Service"], "default", "tiny", meddle)
+    await kit.settle()
+    assert kit.telemetry.value(repairs, kind="Service") == 1, "only that object waits"
+    kit.time.now += 30
+    await kit.settle()  # without any event
+    assert (kit.telemetry.value(repairs, kind=kind), label()) == (21, "foveal")
+    kit.cluster.remove(BY_NAME[kind], "default", ours)
+    await kit.settle()
+    assert label() == "foveal", "what is gone is made at once"
+
+
 async def test_paused_means_hands_off(kit: Kit) -> None:
     await served(kit, pods=True)
 

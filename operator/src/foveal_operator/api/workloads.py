@@ -34,9 +34,10 @@ PodTemplate = Annotated[
     Annotated[dict[str, Any], Meta(extra_json_schema={"x-foveal-raw": True})] | None,
     Meta(
         description="Overlay on the pod template: labels and annotations are added, spec is "
-        "merged (lists of named things by name, volumeMounts by mountPath, spread constraints by "
+        "merged (named things by name, volumeMounts by mountPath, spread constraints by "
         "topologyKey and whenUnsatisfiable). What the operator derives cannot be changed; of "
-        "resources, its container can have limits.cpu. Its volumes can be mounted if readOnly."
+        "resources, its container can have limits.cpu and ephemeral-storage. Its volumes can be "
+        "mounted if readOnly."
     ),
 ]
 _EITHER = Rule(

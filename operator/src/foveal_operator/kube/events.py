@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 WINDOW_SECONDS = 600.0
 FLUSH_SECONDS = 60.0
 MAX_SERIES = 4096
-MAX_NOTE = 1000
+MAX_NOTE_BYTES = 1000
 Type = Literal["Normal", "Warning"]
 
 
@@ -103,7 +103,7 @@ class EventRecorder:
             "action": "Reconcile",
             "reason": reason,
             "type": kind,
-            "note": note[:MAX_NOTE],
+            "note": note.encode()[:MAX_NOTE_BYTES].decode(errors="ignore"),
             "regarding": {
                 "apiVersion": regarding["apiVersion"],
                 "kind": regarding["kind"],

@@ -7,6 +7,8 @@ aiohttp. Never retries, never looks into a body.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import ssl
 import urllib.parse
 import urllib.request
@@ -24,11 +26,27 @@ _JSON = "application/json"
 
 
 def _proxy_of_environment(base: str) -> str | None:
-    """HTTPS_PROXY and the like, unless NO_PROXY names the host."""
-    parts = urllib.parse.urlsplit(base)
+    """HTTPS_PROXY and the like, unless NO_PROXY names the host, or a network that it is in."""
+    parts, proxies = urllib.parse.urlsplit(base), urllib.request.getproxies()
     if not parts.hostname or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
-    return urllib.request.getproxies().get(parts.scheme)
+    if _is_in_network(parts.hostname, proxies.get("no", "")):
+        return None
+    return proxies.get(parts.scheme)
+
+
+def _is_in_network(host: str, listed: str) -> bool:
+    """Go's clients know networks in NO_PROXY, so clusters name their Services' network there;
+    Python's library compares names only."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    for entry in listed.split(","):
+        with contextlib.suppress(ValueError):
+            if address in ipaddress.ip_network(entry.strip(), strict=False):
+                return True
+    return False
 
 
 class Exchange:

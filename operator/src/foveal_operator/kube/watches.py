@@ -228,9 +228,10 @@ class Watch:
                     if self._caches.put(kind, body, mark):
                         self._owner_changed(kind, body)
                         num_missed += 1
-        except NotFound:
+        except NotFound as error:
             if kind is INFERENCE or not kind.optional:
-                raise
+                text = f"the cluster does not serve {kind.plural} of {kind.api_version}"
+                raise NotFound(text, error.status) from error
         except Forbidden as error:
             if kind not in DISPENSABLE:
                 raise

@@ -13,7 +13,7 @@ from typing import Any
 
 from foveal_operator.api.parse import SpecError
 from foveal_operator.kube.types import Obj
-from foveal_runtime.plan.quantity import parse_millicores
+from foveal_runtime.plan.quantity import parse_bytes, parse_millicores
 
 _LOCKED_SPEC = frozenset(
     {"serviceAccountName", "automountServiceAccountToken", "hostNetwork", "hostPID", "hostIPC",
@@ -30,6 +30,8 @@ _MERGE_KEYS = {
     "volumeMounts": ("mountPath",),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
+_STORAGE = "ephemeral-storage"
+_RESOURCES = "must be an object such as {limits: {cpu: 4}}"
 _LOCKED_ENV = frozenset({"NODE_NAME", "POD_IP", "POD_NAME"})
 
 
@@ -106,7 +108,7 @@ def _locked(
                 for name in _names(item.get("env"))
                 if name in _LOCKED_ENV
             ]
-            if "resources" in item:
+            if item.get("resources") is not None:
                 found += _locked_resources(template, item["resources"], path, f"{own}.resources")
             found += _locked_mounts(template, item.get("volumeMounts"), f"{own}.volumeMounts")
     found += [
@@ -120,19 +122,28 @@ def _locked(
 def _locked_resources(
     template: Obj, given: object, overlay: str, path: str
 ) -> list[tuple[str, str]]:
-    """All but a CPU limit, which some namespaces ask for: no budget rests on it."""
-    limits = given.get("limits", {}) if isinstance(given, dict) else None
-    if not isinstance(given, dict) or not isinstance(limits, dict):
-        return [(path, "must be an object such as {limits: {cpu: 4}}")]
-    locked = [key for key in given if key != "limits"]
-    locked += [f"limits.{key}" for key in limits if key != "cpu"]
-    text = "is derived by the operator: only limits.cpu can be set here"
+    """All but what some namespaces ask for and no budget rests on: a CPU limit, and storage."""
+    if not isinstance(given, dict):
+        return [(path, _RESOURCES)]
+    given = _present(given)
+    limits, requests = given.get("limits", {}), given.get("requests", {})
+    if not isinstance(limits, dict) or not isinstance(requests, dict):
+        return [(path, _RESOURCES)]
+    locked = [key for key in given if key not in ("limits", "requests")]
+    locked += [f"limits.{key}" for key in limits if key not in ("cpu", _STORAGE)]
+    locked += [f"requests.{key}" for key in requests if key != _STORAGE]
+    text = f"is derived by the operator: only limits.cpu and {_STORAGE} can be set here"
     found = [(f"{path}.{key}", text) for key in locked]
-    if "cpu" in limits:
+    if limits.get("cpu") is not None:
         (container,) = template["spec"]["containers"]
         asked = container["resources"]["requests"]["cpu"]
         problem = _cpu_problem(str(limits["cpu"]), asked, overlay.removesuffix(".podTemplate"))
         found += [(f"{path}.limits.cpu", problem)] if problem else []
+    for part, amounts in (("limits", limits), ("requests", requests)):
+        try:
+            parse_bytes(str(amounts.get(_STORAGE) or 0))
+        except ValueError as error:
+            found.append((f"{path}.{part}.{_STORAGE}", str(error)))
     return found
 
 
@@ -185,6 +196,8 @@ def _names(items: object) -> list[str]:
 
 
 def _merge(base: Any, over: Any, path: str) -> Any:
+    if over is None and isinstance(base, dict | list):
+        return base  # as the API server reads a key with nothing behind it
     if isinstance(base, dict) and isinstance(over, dict):
         merged = dict(base)
         for key, value in over.items():

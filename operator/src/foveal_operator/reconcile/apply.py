@@ -20,6 +20,7 @@ import msgspec
 
 from foveal_operator.api import reasons
 from foveal_operator.api.crd import GROUP, KIND
+from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.diff import diff
 from foveal_operator.kube.errors import ApiError, Conflict, Transient, UserError
@@ -35,6 +36,11 @@ ADOPT = f"{GROUP}/adopt"
 """Annotation by which its owner hands an object over to the resource that it names."""
 NO_SECRET = "No Secret can be handed over: remove it, or rename the resource."
 LEAVING_SECONDS = 1.0
+MAX_CORRECTIONS = 20
+"""Of one object at once. Whoever writes it back as often is no accident but a controller, maybe
+another operator, and each would answer the other without a pause."""
+CORRECTION_SECONDS = 30.0
+"""After which there may be another."""
 Standing = Literal["Ours", "Leaving", "Offered", "Foreign"]
 """Ours: write it. Leaving: it is being deleted, or its owner is gone and the garbage collector is
 about to delete it. Offered: handed over by annotation. Foreign: never write or delete it."""
@@ -148,11 +154,16 @@ class _Applied(msgspec.Struct, frozen=True, gc=False):
 class Applier:
     """One for all resources; `forget` when a resource is gone."""
 
-    def __init__(self, cluster: Cluster, caches: Caches, telemetry: Telemetry) -> None:
+    def __init__(
+        self, cluster: Cluster, caches: Caches, telemetry: Telemetry, clock: Clock
+    ) -> None:
         self._cluster = cluster
         self._caches = caches
         self._telemetry = telemetry
+        self._clock = clock
         self._applied: dict[str, dict[ObjectKey, _Applied]] = {}
+        self._corrections: dict[str, dict[ObjectKey, tuple[float, float]]] = {}
+        """Of objects that were corrected: how many more may be at once, and when that was so."""
 
     async def ensure(
         self, owner: Owner, body: Obj, digest: str = "", *, is_retained: bool = False
@@ -179,7 +190,7 @@ class Applier:
         if same and (same.uid, same.version) == self._caches.identity(kind, *at):
             return False
         live = self._caches.get(kind, *at)
-        if same and live and _is_as_left(same, body, live):
+        if same and live and (_is_as_left(same, body, live) or self._wait(owner.uid, key)):
             return False
         if on_version:
             body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
@@ -198,11 +209,36 @@ class Applier:
         )
         changed = live is None or live["metadata"]["resourceVersion"] != after["resourceVersion"]
         if changed and same:
-            log.info(
-                "corrected drift: %s %s/%s", kind.name, metadata["namespace"], metadata["name"]
-            )
-            self._telemetry.count("foveal_operator_drift_repairs", kind=kind.name)
+            self._corrected(owner.uid, key, metadata["namespace"])
         return changed
+
+    def _left(self, owner_uid: str, key: ObjectKey) -> float:
+        """How many corrections of the object there may be now."""
+        now = self._clock.monotonic()
+        left, then = self._corrections.get(owner_uid, {}).get(key, (MAX_CORRECTIONS, now))
+        return min(MAX_CORRECTIONS, left + (now - then) / CORRECTION_SECONDS)
+
+    def _wait(self, owner_uid: str, key: ObjectKey) -> float:
+        """Seconds until the object may be corrected; 0 for now."""
+        return max(0.0, 1.0 - self._left(owner_uid, key)) * CORRECTION_SECONDS
+
+    def _corrected(self, owner_uid: str, key: ObjectKey, namespace: str) -> None:
+        log.info("corrected drift: %s %s/%s", key[0], namespace, key[1])
+        self._telemetry.count("foveal_operator_drift_repairs", kind=key[0])
+        left = self._left(owner_uid, key) - 1.0
+        kept = self._corrections.setdefault(owner_uid, {})
+        kept[key] = (left, self._clock.monotonic())
+        if left < 1.0:
+            log.warning(
+                "%s %s/%s is changed back as often as it is corrected: now only every %.0f s; does "
+                "another operator watch this namespace?", key[0], namespace, key[1],
+                CORRECTION_SECONDS,
+            )  # fmt: skip
+
+    def wait_seconds(self, owner_uid: str) -> float | None:
+        """Until an object may be corrected that may not be now; None where there is none."""
+        waits = (self._wait(owner_uid, key) for key in self._corrections.get(owner_uid, ()))
+        return min((wait for wait in waits if wait), default=None)
 
     async def _write(
         self, owner: Owner, kind: Kind, body: Obj, live: Obj | None, is_retained: bool
@@ -272,6 +308,7 @@ class Applier:
 
     def forget(self, owner_uid: str) -> None:
         self._applied.pop(owner_uid, None)
+        self._corrections.pop(owner_uid, None)
 
 
 def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:

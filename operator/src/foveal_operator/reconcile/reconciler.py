@@ -106,7 +106,7 @@ class Reconciler:
         )
         self._decider = Decider(caches, inventory)
         self._teller = Teller(cluster, caches, recorder, telemetry, clock)
-        self.applier = Applier(cluster, caches, telemetry)
+        self.applier = Applier(cluster, caches, telemetry, clock)
         self._uids: dict[NamespacedName, str] = {}
 
     async def reconcile(self, key: NamespacedName, num_failures: int = 0) -> Outcome:
@@ -183,6 +183,8 @@ class Reconciler:
             await self._replace_keys(work)
             return work, 0.0, None
         refused = await self._apply_all(work)
+        if (wait := self.applier.wait_seconds(work.uid)) is not None:
+            again.append(wait)
         for kind, name, uid in work.model.delete:
             await self.applier.delete(BY_NAME[kind], work.key[0], name, uid, work.uid)
         if work.rollout.delete_pods:

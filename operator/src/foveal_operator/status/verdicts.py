@@ -221,10 +221,20 @@ def _role_ready(
         return verdict(condition, False, failure.reason, failure.message)
     if refused := observed.reports.refused.get(role.workload):
         return verdict(condition, False, denial(refused), refused)
+    paused = _paused(observed.deployment) if kind == "Deployment" else ""
     if surges or role.ready > ready or role.replicas > role.updated:
-        text = f"{ready} of {role.desired} of the new revision serve, {role.ready} in all"
+        text = f"{ready} of {role.desired} of the new revision serve, {role.ready} in all{paused}"
         return verdict(condition, False, reasons.ROLLING, text)
-    return verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve")
+    return verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve{paused}")
+
+
+def _paused(deployment: Obj | None) -> str:
+    """What `kubectl rollout pause` leaves behind: no pod and no condition of pods tells of it."""
+    if not (deployment or {}).get("spec", {}).get("paused"):
+        return ""
+    assert deployment is not None
+    name = deployment["metadata"]["name"]
+    return f"; Deployment {name} is paused: resume it, kubectl rollout resume deployment/{name}"
 
 
 def _num_new(pods: Iterable[Obj], period: float, observed: Observed) -> int:
