@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from foveal_runtime.engine.types.step import EncoderInput, StepPlan
+from foveal_runtime.model.adapters import ADAPTERS
 from foveal_runtime.model.checkpoint.loader import load_model
 from foveal_runtime.model.device import Device
 from foveal_runtime.model.runner.encoder import (
     EncoderRunner,
     EncoderStore,
     InterruptionFailed,
+    check_grid,
     field_tensor,
     split_rows,
 )
-from foveal_runtime.wire.item import pack_item, view_item
+from foveal_runtime.wire.item import BadItem, pack_item, view_item
 from tests.support.models.step_driver import embeds_on_device
 
 pytestmark = pytest.mark.model
@@ -146,6 +150,32 @@ def test_a_bad_item_fails_alone(encoder) -> None:
     assert "header" in store.lookup_failure(b"bytes")
     assert "takes no audio" in store.lookup_failure(b"sound")
     store.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "array", "says"),
+    [
+        ("image_merge_sizes", "int64", np.zeros(0, np.int64), "int64 [0]"),
+        ("image_merge_sizes", "float32", np.array([np.nan], np.float32), "float32 [1]"),
+        ("image_merge_sizes", "float32", np.array([np.inf], np.float32), "float32 [1]"),
+        ("image_grid_thw", "int64", np.array([1, 4, 4]), "shape [3]"),
+        ("image_grid_thw", "float32", np.array([[1, np.nan, 4]], np.float32), "does not make"),
+    ],
+)
+def test_a_grid_of_another_kind_is_the_items_fault(
+    name: str, dtype: str, array: np.ndarray, says: str
+) -> None:
+    """It was read before anything was caught, and so ended the engine."""
+    spec = ADAPTERS["video_llama_3"].encoders["image"]
+    fields = {
+        "image_grid_thw": ("int64", np.array([[1, 4, 4]])),
+        "image_merge_sizes": ("int64", np.array([2])),
+    }
+    good = view_item(pack_item(0, (3,) * 4, ((0, 4),), fields))
+    check_grid(good, spec, 4, None)
+    bad = view_item(pack_item(0, (3,) * 4, ((0, 4),), {**fields, name: (dtype, array)}))
+    with pytest.raises(BadItem, match=re.escape(says)):
+        check_grid(bad, spec, 4, None)
 
 
 @torch.inference_mode()

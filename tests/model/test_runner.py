@@ -34,10 +34,35 @@ def test_wrong_grids_fail_the_request_alone(bench) -> None:
     """Positions and encoders allocate by the grid: it is checked before anything else."""
     one = bench("qwen2_vl")
     good, bad = one.prompt(1, [(0, 1)]), one.prompt(2, [(0, 2)])
+    flat = one.prompt(3, [(0, 3)])
     bad.items[0].fields["image_grid_thw"] = torch.tensor([[1, 1 << 40, 2]])
-    jobs = [one.job("good", good), one.job("bad", bad)]
+    flat.items[0].fields["image_grid_thw"] = flat.items[0].fields["image_grid_thw"][0]
+    jobs = [one.job("good", good), one.job("bad", bad), one.job("flat", flat)]
     one.driver.run(jobs)
     assert "does not make 6 embeddings" in one.driver.failed["bad"]
+    assert "is of the shape [3]; [1, 3] is needed" in one.driver.failed["flat"]
+    one.check(jobs[0], good)
+
+
+@pytest.mark.parametrize("error", [IndexError, OverflowError, ZeroDivisionError, KeyError])
+def test_positions_that_cannot_be_made_fail_the_request_alone(
+    bench, monkeypatch, error: type[Exception]
+) -> None:
+    """An item's fields reach the model's own code, which raises anything for those that do not fit:
+    an injected video's times, say. It ended the engine, and then the next one."""
+    one = bench("qwen2_vl")
+    good, bad = one.prompt(1, [(0, 1)]), one.prompt(2, [(0, 2)])
+    jobs = [one.job("good", good), one.job("bad", bad)]
+    core, made = one.runner.loaded.core, one.runner.loaded.core.get_rope_index
+
+    def make(*, input_ids, **more):
+        if input_ids[0].tolist() == list(jobs[1].prompt):
+            raise error("of the model's own")
+        return made(input_ids=input_ids, **more)
+
+    monkeypatch.setattr(core, "get_rope_index", make)
+    one.driver.run(jobs)
+    assert "grids do not fit the prompt" in one.driver.failed["bad"]
     one.check(jobs[0], good)
 
 

@@ -210,9 +210,10 @@ def _addresses(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 def checked(url: str, registry: str) -> str:
     """An address that a registry (its host) sends us to. Raises StartupError for one without TLS,
-    and for one that a user's URL may not lead to either (frontend/media/fetch.py): private ones are
-    for registries whose own addresses are private. Hosts that the user has listed are trusted."""
-    from foveal_runtime.frontend.media.fetch import refusal
+    and for one that a user's URL may not lead to either (frontend/media/addresses.py): private ones
+    are for registries whose own addresses are private. Hosts that the user has listed are trusted.
+    """
+    from foveal_runtime.frontend.media.addresses import refusal
 
     found = urlsplit(url)
     host = found.hostname or ""

@@ -149,6 +149,13 @@ async def write_for_ever(writer: asyncio.StreamWriter, data: bytes) -> None:
         await asyncio.sleep(0)
 
 
+async def write_at_most(writer: asyncio.StreamWriter, data: bytes, times: int) -> None:
+    for _ in range(times):
+        writer.write(data)
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("more", ["", "connection: close\r\n"])
 async def test_a_refused_body_is_not_read_for_ever(start: Any, more: str) -> None:
     """Bounded in bytes where it comes fast, in time where it does not come."""
@@ -195,3 +202,45 @@ async def test_a_closed_connection_leaves_nothing_to_the_collector(start: Any) -
             await asyncio.wait_for(gone.wait(), 10)
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/no/such/path"])
+async def test_fields_behind_a_body_are_bounded(start: Any, path: str) -> None:
+    """Trailers counted neither as headers nor as body: before a key was asked for, a client filled
+    the memory with as many as it could send, and one value cost the square of its length."""
+    for flood in (b"a: b\r\n" * 10_000, b"a: " + b"x" * 60_000):
+        async with start(http=guarded(Admission())) as harness, connected(harness) as (_, writer):
+            more = "transfer-encoding: chunked\r\n"
+            writer.write(head(0, more, path).replace(b"content-length: 0\r\n", b""))
+            writer.write(b"2\r\n{}\r\n0\r\n" + flood)
+            with pytest.raises(ConnectionError):
+                await write_at_most(writer, flood, 100)
+            assert (await harness.http.get("/livez")).status_code == 200
+
+
+async def test_fields_behind_a_body_are_not_those_of_the_request(start: Any) -> None:
+    """They came behind what a gateway sets and removes: a client named itself another tenant."""
+    http = guarded(Admission())
+    async with (
+        start(http=http, tenant_salt_header="x-tenant") as harness,
+        connected(harness) as (reader, writer),
+    ):
+        body = json.dumps(harness.body("hi")).encode()
+        sent = head(0, "transfer-encoding: chunked\r\n").replace(b"content-length: 0\r\n", b"")
+        writer.write(sent + b"%x\r\n%s\r\n0\r\nx-tenant: other\r\n\r\n" % (len(body), body))
+        assert (await answer(reader))[0] == 200
+        assert harness.processor.seen[-1][1].tenant == b""
+
+
+async def test_headers_behind_an_unanswered_request_are_bounded(start: Any) -> None:
+    """While one request was answered, the headers of the next one had no end."""
+    async with start(http=guarded(Admission())) as harness, connected(harness) as (_, writer):
+        harness.generator.hold = asyncio.Event()
+        body = json.dumps(harness.body("hi")).encode()
+        writer.write(head(len(body)) + body)
+        await harness.until(lambda: harness.generator.running)
+        flood = b"a: b\r\n" * 10_000
+        writer.write(b"GET / HTTP/1.1\r\n")
+        with pytest.raises(ConnectionError):
+            await write_at_most(writer, flood, 100)
+        await harness.until(lambda: harness.generator.aborted)

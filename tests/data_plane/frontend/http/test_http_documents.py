@@ -137,3 +137,41 @@ async def test_messages_refuse_documents_by_name(
     assert answer.status_code in (400, 422)
     assert answer.json()["type"] == "error"
     assert param in answer.json()["error"]["message"]
+
+
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+IMAGE = {"type": "image_url", "image_url": {"url": PIXEL}}
+CONTENT = [file_part(file_data=PDF), IMAGE]
+SOURCE = {"type": "base64", "media_type": "image/png", "data": PIXEL.partition(",")[2]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": [{"role": "user", "content": CONTENT}]}),
+        (
+            "/v1/messages/count_tokens",
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
+        ),
+        (
+            "/v1/responses",
+            {
+                "truncation": "auto",
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": PIXEL}]},
+                    {"role": "assistant", "content": "one"},
+                    {"role": "user", "content": "two"},
+                ],
+            },
+        ),
+    ],
+)
+async def test_a_salt_holds_where_a_prompt_is_counted(
+    harness: Any, path: str, body: dict[str, Any]
+) -> None:
+    """The media were processed without it, into the caches that clients without a salt share."""
+    answer = await harness.http.post(path, json={"model": "tiny", **body, "cache_salt": "a"})
+    assert answer.status_code == 200, answer.text
+    assert {options.cache_salt for _, options in harness.processor.seen} == {"a"}
+    wrong = await harness.http.post(path, json={"model": "tiny", **body, "cache_salt": "a@b"})
+    assert (wrong.status_code, "cache_salt" in wrong.text) == (400, True)

@@ -69,6 +69,17 @@ async def test_as_text_and_as_a_stream(harness, client) -> None:
     assert events[-1].type == "transcript.text.done"
 
 
+async def test_a_salt_keeps_audio_apart(start) -> None:
+    """It was an unknown field: refused, or where those are ignored, without effect."""
+    async with start(ignore_unknown_options=True) as harness:
+        for salt, status in (("a", 200), ("a@b", 400), ("a" * 129, 400)):
+            found = await harness.http.post(PATH, files=FILE, data={"cache_salt": salt})
+            assert found.status_code == status, found.text
+            assert status == 200 or found.json()["error"]["param"] == "cache_salt"
+        [(_, options)] = harness.processor.seen
+        assert options.cache_salt == "a"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -144,6 +145,25 @@ async def test_page_shows_peers_and_survives_their_absence(start: Any) -> None:
     assert total(text, "foveal_ready", process="other") == 1
     assert total(text, "foveal_metrics_peers_unreachable", process="frontend-0") == 1
     assert total(own, "vllm:request_success_total", finished_reason="stop") == 1
+
+
+async def test_pages_are_made_one_at_a_time(start: Any) -> None:
+    """Each held the event loop up, for a tenth of a second with three processes: whoever asked ten
+    times a second, without a key, stopped all streams."""
+    async with start(frontend_id="other") as other, start() as harness:
+
+        def asked() -> float:
+            text = other.app.service.metrics.exposition().decode()
+            return total(text, "http_requests_total", handler="/metrics")
+
+        page = MetricsPage(harness.app.service.metrics, (f"{other.url}/metrics?own=1",))
+        texts = await asyncio.gather(*(page.text() for _ in range(20)))
+        assert len(set(texts)) == 1
+        await harness.until(asked)
+        assert asked() == 1
+        await other.chat()
+        later = (await page.text()).decode()
+        assert total(later, "vllm:request_success_total", finished_reason="stop") == 1
 
 
 def _process(folder: Path, number: int) -> Metrics:

@@ -10,7 +10,8 @@ import socket
 
 import pytest
 
-from foveal_runtime.frontend.media.fetch import Fetcher, is_host_allowed, read_below, refusal
+from foveal_runtime.frontend.media.addresses import is_host_allowed, refusal
+from foveal_runtime.frontend.media.fetch import Fetcher, read_below
 from foveal_runtime.plan.config import MediaSources
 from foveal_runtime.plan.errors import (
     MediaFetchFailed,
@@ -317,6 +318,9 @@ async def test_hosts_made_of_hex_letters_are_names(host):
     [
         "169.254.169.254", "169.254.0.1", "fe80::1", "fd00:ec2::254", "224.0.0.1", "ff02::1",
         "0.0.0.0", "::", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::1",
+        # Other clouds' metadata; NAT64 by a local prefix; IPv4-compatible and -translated.
+        "168.63.129.16", "100.100.100.200", "192.0.0.192", "fd20:ce::254", "64:ff9b:1::a9fe:a9fe",
+        "::169.254.169.254", "::7f00:1", "::ffff:0:a9fe:a9fe", "5f00::1", "::ffff:168.63.129.16",
     ],
 )  # fmt: skip
 def test_addresses_refused_always(address):
@@ -328,14 +332,16 @@ def test_addresses_refused_always(address):
     [
         "127.0.0.1", "127.9.9.9", "::1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "100.64.0.1",
         "fc00::1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "198.18.0.1", "192.0.2.1", "240.0.0.1",
-        "255.255.255.255", "2001:db8::1",
+        "255.255.255.255", "2001:db8::1", "fec0::1",
     ],
 )  # fmt: skip
 def test_addresses_refused_by_default(address):
     assert refusal(ipaddress.ip_address(address), allow_private=False)
 
 
-@pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1::1", "::ffff:8.8.8.8"])
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "2606:2800:220:1::1", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
 def test_public_addresses_pass(address):
     assert not refusal(ipaddress.ip_address(address), allow_private=False)
 

@@ -18,6 +18,7 @@ from foveal_runtime.frontend.protocol.responses import (
     TokenizeResponse,
     TokenizerInfo,
 )
+from foveal_runtime.frontend.protocol.rules import check_salt
 from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 from foveal_runtime.wire.item import read_header
 
@@ -85,8 +86,9 @@ async def prompt_tokens(
 ) -> list[int]:
     """Raises FovealError. `charge`: the tokens count as this request's."""
     service.find_lora(body.model)
+    check_salt(body.cache_salt)
     scope = scope_of(service, request)
-    pages = await pages_of(service, body.messages or (), scope)
+    pages = await pages_of(service, body.messages or (), scope, body.cache_salt or "")
     token_ids, parts = await service.in_thread(lambda: _tokenize(service, body, pages))
     if charge:
         scope.ticket.charge_tokens(len(token_ids))
@@ -117,7 +119,9 @@ async def _expand(
     parts: list[MediaPart],
 ) -> list[int]:
     """The prompt as an engine would see it, through the same processing and caches."""
-    options = scope.options(mm_processor_kwargs=body.mm_processor_kwargs or {})
+    options = scope.options(
+        mm_processor_kwargs=body.mm_processor_kwargs or {}, cache_salt=body.cache_salt or ""
+    )
     prepared = await service.processor.prepare(token_ids, parts, options)
     try:
         return await expanded(prepared)

@@ -44,6 +44,7 @@ MAX_SCHEMA_DEPTH = 100
 MAX_SCHEMA_PARTS = 50_000
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=128)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -187,7 +188,7 @@ class _Sampling(Open):
     priority: Integer | None = Field(
         None, ge=-(2**31), lt=2**31, description="smaller first, under the priority policy"
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+    cache_salt: CacheSalt | None = Field(
         None, description="separates caches; no '@', '/', '\\' or NUL"
     )
     mm_processor_kwargs: FreeForm | None = Field(
@@ -357,7 +358,7 @@ class EmbeddingRequest(Open):
     priority: Integer | None = Field(
         None, ge=-(2**31), lt=2**31, description="smaller first, under the priority policy"
     )
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+    cache_salt: CacheSalt | None = Field(
         None, description="separates caches; no '@', '/', '\\' or NUL"
     )
 
@@ -376,6 +377,9 @@ class TokenizeRequest(_Strict):
     return_token_strs: bool | None = None
     expand_media: bool | None = Field(None, description="false: a medium counts as one token")
     mm_processor_kwargs: FreeForm | None = None
+    cache_salt: CacheSalt | None = Field(
+        None, description="separates caches of media; no '@', '/', '\\' or NUL"
+    )
 
 
 class DetokenizeRequest(_Strict):

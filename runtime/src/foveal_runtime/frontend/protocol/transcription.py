@@ -17,7 +17,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from foveal_runtime.frontend.protocol.bounds import Open
-from foveal_runtime.frontend.protocol.requests import Float, Integer
+from foveal_runtime.frontend.protocol.requests import CacheSalt, Float, Integer
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class TranscriptionRequest(Open):
     top_k: Integer | None = None
     min_p: Float | None = None
     max_completion_tokens: Integer | None = None
+    cache_salt: CacheSalt | None = None
     stream: Annotated[bool, BeforeValidator(_flag)] | None = None
 
 

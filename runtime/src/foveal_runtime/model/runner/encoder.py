@@ -7,6 +7,7 @@ is noted with a reason: it fails the requests that need it, not the step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,8 @@ from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.plan.media import MODALITIES, MMHash
 from foveal_runtime.wire.item import EMBEDS, BadItem, Item, view_item
 
-_ITEM_ERRORS = (ValueError, RuntimeError, TypeError, IndexError, KeyError, AssertionError)
+ITEM_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AssertionError)
+"""What a model's own code raises for fields that do not fit."""
 
 
 def field_tensor(items: Sequence[Item], name: str) -> torch.Tensor:
@@ -247,7 +249,7 @@ class EncoderRunner:
             outputs = self._forward(spec, [item for _, item in batch], promised)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except _ITEM_ERRORS as error:
+        except ITEM_ERRORS as error:
             if len(batch) == 1:
                 reason = f"{modality} encoder: {' '.join(str(error).split())[:200]}"
                 self._store.fail(batch[0][0].mm_hash, reason)
@@ -309,16 +311,23 @@ def check_grid(item: Item, spec: EncoderSpec, num_embeds: int, config: Any) -> N
     Encoders and position functions allocate by the grid before they look at anything else.
     """
     field, merge = item.fields.get(spec.grid), _merge_side(item, spec, config)
-    grid = [] if field is None else field.numpy().reshape(-1).tolist()
-    sizes_fit = len(grid) == 3 and all(size > 0 for size in grid) and merge > 0
+    if field is None or field.shape != (1, 3):
+        shape = "missing" if field is None else f"of the shape {list(field.shape)}"
+        raise BadItem(f"{spec.grid} is {shape}; [1, 3] is needed")
+    grid = field.numpy()[0].tolist()
+    sizes_fit = all(size > 0 for size in grid) and merge > 0
     sides_fit = sizes_fit and grid[1] % merge == 0 and grid[2] % merge == 0
     if not sides_fit or grid[0] * grid[1] * grid[2] != num_embeds * merge**2:
         raise BadItem(f"{spec.grid} {grid} does not make {num_embeds} embeddings")
 
 
 def _merge_side(item: Item, spec: EncoderSpec, config: Any) -> int:
+    """Raises BadItem where the item's own is no number of patches."""
     if spec.merge in item.fields:
-        return int(item.fields[spec.merge].numpy().reshape(-1)[0])
+        given = item.fields[spec.merge]
+        if math.prod(given.shape) != 1 or given.dtype not in ("int32", "int64"):
+            raise BadItem(f"{spec.merge} is {given.dtype} {list(given.shape)}; int64 [1] is needed")
+        return int(given.numpy().item())
     side = getattr(config.vision_config, spec.merge)
     return int(side[0] if isinstance(side, (list, tuple)) else side)
 

@@ -15,7 +15,7 @@ import torch
 
 from foveal_runtime.engine.types.step import MMInput, NewRequest
 from foveal_runtime.model.adapters import Adapter
-from foveal_runtime.model.runner.encoder import check_grid, field_tensor
+from foveal_runtime.model.runner.encoder import ITEM_ERRORS, check_grid, field_tensor
 from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import BadItem, Item, view_item
@@ -114,7 +114,7 @@ def prompt_positions(
         positions, delta = core.get_rope_index(
             input_ids=ids, mm_token_type_ids=types, **_rope_kwargs(adapter, items)
         )
-    except (ValueError, RuntimeError, TypeError, StopIteration) as error:
+    except (*ITEM_ERRORS, StopIteration) as error:
         raise BadItem(f"grids do not fit the prompt: {error}") from error
     return positions[:, 0].contiguous(), int(delta.item())
 

@@ -189,6 +189,9 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
 
     Attributes:
         plain_head: of a request that offers an upgrade, without the offer.
+
+    `_field_bytes` came since the last byte of a body or the end of a head or message: headers, also
+    of a request behind one that is being answered, and trailers.
     """
 
     def __init__(self, *args: Any, connections: Connections, **more: Any) -> None:
@@ -197,7 +200,7 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self.parser = _Parser(self)
         self._book = connections
         self._address: str | None = None
-        self._header_bytes = 0
+        self._field_bytes = 0
         self._headers_due: asyncio.TimerHandle | None = None
         self._in_body = False
         self._drained_bytes = 0
@@ -225,13 +228,12 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
             self.cycle.transport = self.transport
 
     def data_received(self, data: bytes) -> None:
-        if self._headers_due is not None:
-            self._header_bytes += len(data)
+        self._field_bytes += len(data)
         if self._drain_due is not None:
             self._drained_bytes += len(data)
         super().data_received(data)
         is_answered = self.cycle is None or self.cycle.response_complete
-        if self._header_bytes > MAX_HEADER_BYTES or self._drained_bytes > self._book.drain_bytes:
+        if self._field_bytes > MAX_HEADER_BYTES or self._drained_bytes > self._book.drain_bytes:
             self.transport.abort()
         elif is_answered and not self._in_body and self.timeout_keep_alive_task is None:
             self._expect_headers()
@@ -240,7 +242,17 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._unset_keepalive_if_required()
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers are left out: what a gateway does to headers it does not do to them."""
+        if not self._in_body:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._field_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
+        self._field_bytes = 0
         self._headers_arrived()
         method = self.parser.get_method()
         if self.parser.should_upgrade() and method != b"CONNECT":
@@ -257,6 +269,7 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         if self.plain_head:
             return
         self._in_body = False
+        self._field_bytes = 0
         super().on_message_complete()
         if self._drain_due is not None:
             self._stop_draining()
@@ -305,7 +318,6 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     def _headers_arrived(self) -> None:
         if self._headers_due is not None:
             self._headers_due.cancel()
-            self._header_bytes = 0
             self._headers_due = None
 
     def _stop_draining(self) -> None:

@@ -9,6 +9,7 @@ of users never pass here.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.telemetry.exposition import (
     TEXT,
     PageFormat,
@@ -52,6 +54,7 @@ class MetricsPage:
         self._metrics = metrics
         self._peers = tuple(peers)
         self._siblings = tuple(siblings)
+        self._pages: SingleFlight[tuple[str, bool], bytes] = SingleFlight()
 
     async def response(self, request: Request, *, own: bool = False) -> Response:
         """In the format that the request accepts."""
@@ -59,6 +62,12 @@ class MetricsPage:
         return _answer(await self.text(form, own=own), form)
 
     async def text(self, form: PageFormat = TEXT, *, own: bool = False) -> bytes:
+        """Who asks while a page is being made gets that one: it takes much longer to make than to
+        ask for, and nobody needs a key for it."""
+        make = functools.partial(self._made, form, own=own)
+        return await self._pages.run((form.content_type, own), make)
+
+    async def _made(self, form: PageFormat, *, own: bool) -> bytes:
         """A peer that does not answer is left out and counted. Of a sibling, what it last showed
         and others add to stays: a sum that fell would be taken for a restart, and all of it for
         new."""
@@ -76,7 +85,7 @@ class MetricsPage:
         self._metrics.set(_UNREACHABLE, len(missing))
         mine = self._metrics.exposition(form).decode()
         self._metrics.clear(_UNREACHABLE)  # of this answer alone: a sibling may ask for the next
-        return merge([parse(mine, form), *pages], form)
+        return await asyncio.to_thread(lambda: merge([parse(mine, form), *pages], form))
 
     async def _fetch(self, peer: str, form: PageFormat) -> list[Family] | None:
         path = peer.removeprefix("unix:") if peer.startswith("unix:") else None
@@ -92,7 +101,9 @@ class MetricsPage:
             ):
                 body = await _read(response)
                 found = format_of(response.headers.get("content-type", ""))
-                return parse(body.decode(), found) if body is not None else None
+                if body is None:
+                    return None
+                return await asyncio.to_thread(lambda: parse(body.decode(), found))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             logger.debug("metrics peer", extra={"fields": {"peer": peer, "error": str(error)}})
             return None
