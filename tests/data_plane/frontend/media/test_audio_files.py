@@ -10,6 +10,7 @@ import pytest
 
 from foveal_runtime.frontend.media.timed import decode_audio
 from foveal_runtime.plan.config import ModalityLimits
+from foveal_runtime.plan.errors import MediaTooLarge
 
 RATE = 16000
 LIMITS = ModalityLimits(max_seconds=2.5)
@@ -58,3 +59,11 @@ def test_channels_become_their_mean(
     middle = samples[RATE // 4 : RATE // 2]
     loudness = np.sqrt(np.mean(middle**2)) * np.sqrt(2)
     assert loudness == pytest.approx(np.mean(shares), rel=0.2)  # of 5.1 AAC drops one
+
+
+def test_flac_without_a_length_is_read_to_its_end() -> None:
+    """Of one that a pipe was written to it was said to last 209146758205323.7 s."""
+    samples = decode_audio(recorded("flac", "flac", "mono", 0.5), LIMITS, RATE)
+    assert len(samples) == RATE
+    with pytest.raises(MediaTooLarge, match="lasts 2"):
+        decode_audio(recorded("flac", "flac", "mono", 0.5, seconds=3.5), LIMITS, RATE)

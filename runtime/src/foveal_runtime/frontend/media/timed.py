@@ -28,6 +28,8 @@ from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 READING = b"timed-4"
 """Changes with the samples or frames that the same file becomes: part of every key."""
 _BLOCK_FRAMES = 1 << 14
+_UNKNOWN_FRAMES = (1 << 63) - 1
+"""What libsndfile says of a FLAC that was written without its length, as it was recorded."""
 MAX_RATE = 384_000
 MAX_SAMPLE = 2.0**32
 """Beyond what any scale of integers gives: its square, summed up, leaves 32-bit floats."""
@@ -72,8 +74,9 @@ def _read_mono(file: Any, limits: ModalityLimits) -> np.ndarray[Any, Any]:
     """The mean of all channels, read block by block: neither the header nor a format that packs
     silence well decides how much memory it takes."""
     rate, channels = max(1, file.samplerate), max(1, file.channels)
-    check_seconds(file.frames / rate, limits, "audio")
-    _check_samples(file.frames * channels, limits)
+    if file.frames < _UNKNOWN_FRAMES:
+        check_seconds(file.frames / rate, limits, "audio")
+        _check_samples(file.frames * channels, limits)
     blocks: list[np.ndarray[Any, Any]] = []
     count = 0
     while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
