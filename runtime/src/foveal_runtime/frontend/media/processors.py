@@ -17,14 +17,14 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from foveal_runtime.frontend.media import decode, probe, rules
+from foveal_runtime.frontend.media import decode, probe, rules, sampling
 from foveal_runtime.frontend.media import options as item_options
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
@@ -124,7 +124,9 @@ class ItemProcessor:
             return decode_image(data, limits)
         if modality == 2:
             return decode_audio(data, limits, self._sampling_rate() or 16000)
-        return decode_video(data, limits, lambda *video: self._choose_frames(options, *video))
+        frames = decode_video(data, limits, lambda *video: self._choose_frames(options, *video))
+        patch = getattr(self.processor.video_processor, "temporal_patch_size", None)
+        return frames.filled(int(patch or 1))
 
     def page_digests(self, data: bytes | memoryview) -> list[bytes]:
         """See `decode.page_digests`."""
@@ -195,26 +197,17 @@ class ItemProcessor:
             READING, shape.encode(),
         )  # fmt: skip
 
-    def _choose_frames(
-        self, options: Mapping[str, Any], total: int, fps: float, width: int, height: int
-    ) -> list[int]:
-        """The processor's own sampling rule, told the requested num_frames or fps; without such a
-        request no more than the limit on frames, evenly spread."""
-        from transformers.video_utils import VideoMetadata
-
-        video = self.processor.video_processor
-        metadata = VideoMetadata(
-            total_num_frames=total, fps=fps, duration=total / fps, width=width, height=height
-        )
-        asked = {k: options[k] for k in ("num_frames", "fps") if options.get(k) is not None}
-        if not asked and not getattr(video, "do_sample_frames", False):
-            return _spread(range(total), self.limits.video.max_frames)
+    def _choose_frames(self, options: Mapping[str, Any], total: int, *rest: Any) -> list[int]:
+        """See `sampling.choose_frames`."""
+        video, most = self.processor.video_processor, self.limits.video.max_frames
         try:
-            chosen = video.sample_frames(metadata, **(asked or rules.sampling_defaults(video)))
-        except ValueError as error:
-            raise MediaInvalid(f"video frames cannot be sampled: {error}") from error
-        frames = [int(i) for i in np.asarray(chosen).reshape(-1)]
-        return frames if asked else _spread(frames, self.limits.video.max_frames)
+            return sampling.choose_frames(video, options, most, total, *rest)
+        except (ValueError, ArithmeticError) as error:
+            names = [f"{item_options.FIELD}.{name}" for name in sampling.asked_for(options)]
+            raise InvalidRequest(
+                f"{', '.join(names)}: a video of {total} frames cannot be sampled so: {error}",
+                param=names[0],
+            ) from error
 
     def _call(
         self, modality: int, media: list[Any], text: str, options: dict[str, Any]
@@ -358,14 +351,6 @@ class ItemProcessor:
             if spliced != full:
                 return f"splicing gives {len(spliced)} ids for {count} item(s), not {len(full)}"
         return ""
-
-
-def _spread(indices: Sequence[int], most: int) -> list[int]:
-    """At most `most` of them, evenly spread over the whole."""
-    count = len(indices)
-    if count <= most:
-        return list(indices)
-    return [indices[(2 * i + 1) * count // (2 * most)] for i in range(most)]
 
 
 def embed_runs(ids: list[int], embed_id: int) -> tuple[tuple[int, int], ...]:

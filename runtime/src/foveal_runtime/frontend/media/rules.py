@@ -255,15 +255,6 @@ def newline_ids(tokenizer: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def sampling_defaults(video_processor: Any) -> dict[str, Any]:
-    """num_frames or fps as the checkpoint sets them, when it does."""
-    for name in ("num_frames", "fps"):
-        value = getattr(video_processor, name, None)
-        if value is not None:
-            return {name: value}
-    return {}
-
-
 def surround(
     token_ids: Sequence[int], placeholders: Collection[int], run_ids: Sequence[int], count: int
 ) -> list[int]:

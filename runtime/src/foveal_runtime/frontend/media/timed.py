@@ -23,7 +23,7 @@ from foveal_runtime.frontend.media.decode import (
 )
 from foveal_runtime.frontend.media.hashing import unpack_frames
 from foveal_runtime.plan.config import ModalityLimits
-from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
+from foveal_runtime.plan.errors import FovealError, MediaInvalid, MediaTooLarge
 
 READING = b"timed-4"
 """Changes with the samples or frames that the same file becomes: part of every key."""
@@ -137,6 +137,15 @@ class Frames:
     total: int
     fps: float
 
+    def filled(self, least: int) -> Frames:
+        """With the last one repeated up to `least` frames, as processors fill up what they take
+        together; some refuse fewer."""
+        missing = least - len(self.indices)
+        if missing <= 0:
+            return self
+        pixels = np.concatenate([self.pixels, self.pixels[-1:].repeat(missing, axis=0)])
+        return Frames(pixels, self.indices + self.indices[-1:] * missing, self.total, self.fps)
+
 
 Choose = Callable[[int, float, int, int], list[int]]
 """(number of frames, frames per second, width, height) → ascending frame indices to keep."""
@@ -155,7 +164,7 @@ def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choos
                 raise MediaInvalid("video cannot be read: the file has no video stream")
             length = _length(container) or _counted(data, limits)
             return _read_frames(container, limits, choose, *length)
-    except (MediaInvalid, MediaTooLarge):
+    except FovealError:  # of what is asked for, too
         raise
     except MemoryError as error:
         raise MediaTooLarge("video needs more memory than a media worker has") from error
