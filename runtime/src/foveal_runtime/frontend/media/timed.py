@@ -162,7 +162,7 @@ def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choos
         with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
             if not container.streams.video:
                 raise MediaInvalid("video cannot be read: the file has no video stream")
-            length = _length(container) or _counted(data, limits)
+            length = _length(container, limits) or _counted(data, limits)
             return _read_frames(container, limits, choose, *length)
     except FovealError:  # of what is asked for, too
         raise
@@ -189,15 +189,13 @@ def _rate(stream: Any) -> float:
     return float(stream.average_rate or stream.guessed_rate or 24.0)
 
 
-def _length(container: Any) -> tuple[int, float] | None:
-    """Frames of the video and frames per second; None where the container says neither how many
-    there are nor how long they last, as what is written while it is recorded does not."""
+def _length(container: Any, limits: ModalityLimits) -> tuple[int, float] | None:
+    """Frames of the video and frames per second; None where the container does not say how many
+    there are, or more than may be: what is written while it is recorded holds no number, or the
+    largest one. How long it lasts does not tell, because frames need not follow evenly."""
     fps = _rate(container.streams.video[0])
-    seconds = float(container.duration or 0) / 1_000_000
     total = int(container.streams.video[0].frames or 0)
-    if not total and seconds <= 0:
-        return None
-    return total or max(1, round(seconds * fps)), fps
+    return (total, fps) if 0 < total <= limits.max_seconds * fps else None
 
 
 def _counted(data: bytes | memoryview, limits: ModalityLimits) -> tuple[int, float]:
@@ -237,6 +235,18 @@ def _upright(pixels: np.ndarray[Any, Any], turn: tuple[bool, bool, bool]) -> np.
     return pixels[::-1] if inverts else pixels
 
 
+def _shown(
+    frame: Any, size: tuple[int, int], small: tuple[int, int], turn: tuple[bool, bool, bool]
+) -> np.ndarray[Any, Any]:
+    """A frame of `size` as RGB, resized to `small` and turned. Raises MediaInvalid for another."""
+    if (frame.width, frame.height) != size:
+        before = f"{size[0]}x{size[1]}"
+        raise MediaInvalid(f"video changes from {before} to {frame.width}x{frame.height}")
+    if small != size:
+        frame = frame.reformat(width=small[0], height=small[1], format="rgb24")
+    return _upright(frame.to_ndarray(format="rgb24"), turn)
+
+
 def _read_frames(
     container: Any, limits: ModalityLimits, choose: Choose, total: int, fps: float
 ) -> Frames:
@@ -268,24 +278,17 @@ def _read_frames(
             f"video would give {len(set(wanted))} frames of {small[0]}x{small[1]}, the limit is "
             f"{most} pixels in all; ask for fewer with num_frames or fps"
         )
-    keep, kept, last = set(wanted), {}, -1
+    keep, kept, index = set(wanted), {}, 0
     for index, frame in enumerate(itertools.chain([first], decoded)):
-        last = index
         check_seconds(index / MAX_FRAMES_PER_SECOND, limits, "video")
         check_seconds(index / fps, limits, "video")
         if index in keep:
-            if (frame.width, frame.height) != (width, height):
-                raise MediaInvalid(
-                    f"video changes from {width}x{height} to {frame.width}x{frame.height}"
-                )
-            if small != (width, height):
-                frame = frame.reformat(width=small[0], height=small[1], format="rgb24")
-            kept[index] = _upright(frame.to_ndarray(format="rgb24"), turn)
+            kept[index] = _shown(frame, (width, height), small, turn)
         if index >= max(keep, default=0):
             break
-    if not kept:
-        raise MediaInvalid(f"video has no readable frames (read {last + 1} of {total})")
-    # A container may promise more frames than it holds: the last one that exists stands in.
-    end = max(kept)
-    indices = [i if i in kept else end for i in wanted]
+    if not keep:
+        raise MediaInvalid(f"video has no readable frames (read {index + 1} of {total})")
+    if index not in kept:  # The container promises more frames than it holds: the last stands in.
+        kept[index] = _shown(frame, (width, height), small, turn)
+    indices = [min(i, index) for i in wanted]
     return Frames(np.stack([kept[i] for i in indices]), indices, total, fps)
