@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import pytest
+import soundfile
 
 from foveal_runtime.frontend.media.timed import decode_audio
-from foveal_runtime.plan.config import ModalityLimits
-from foveal_runtime.plan.errors import MediaTooLarge
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
+from foveal_runtime.wire.item import view_item
 
 RATE = 16000
 LIMITS = ModalityLimits(max_seconds=2.5)
@@ -67,3 +72,55 @@ def test_flac_without_a_length_is_read_to_its_end() -> None:
     assert len(samples) == RATE
     with pytest.raises(MediaTooLarge, match="lasts 2"):
         decode_audio(recorded("flac", "flac", "mono", 0.5, seconds=3.5), LIMITS, RATE)
+
+
+def tone(seconds: float) -> bytes:
+    buffer = io.BytesIO()
+    samples = np.sin(np.arange(int(seconds * RATE)) / 9).astype(np.float32)
+    soundfile.write(buffer, samples, RATE, format="WAV")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[str], Any]:
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+    from tests.support import tiny_processors
+
+    def find(name: str) -> Any:
+        processor = ItemProcessor(str(tiny_processors.save(name, tmp_path)), ModalitiesConfig())
+        processor.examine(b"n" * 16)
+        return processor
+
+    return find
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["qwen2_audio", "gemma3n", "gemma4"])
+def test_audio_that_a_processor_would_cut_off_is_refused(
+    load: Callable[[str], Any], name: str
+) -> None:
+    """A model heard the first 30 seconds and answered, as if there were no more."""
+    processor = load(name)
+    with pytest.raises(MediaTooLarge, match="hears no more than 30 s"):
+        processor.decode(2, tone(31), {})
+    heard = processor.decode(2, tone(30.2), {})
+    assert view_item(processor.process(2, heard, {})).header.embed_runs
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["audioflamingo3", "voxtral", "gemma4_unified"])
+def test_audio_that_a_processor_takes_whole_is_not(load: Callable[[str], Any], name: str) -> None:
+    processor = load(name)
+    counts = []
+    for seconds in (30, 61):
+        heard = processor.decode(2, tone(seconds), {})
+        counts.append(len(view_item(processor.process(2, heard, {})).header.replacement))
+    assert counts[1] > counts[0]
+
+
+@pytest.mark.model
+def test_audio_of_which_nothing_is_left_is_refused(load: Callable[[str], Any]) -> None:
+    """Gemma 3n's processor made no features of ten milliseconds, and 188 tokens for them."""
+    processor = load("gemma3n")
+    with pytest.raises(MediaInvalid, match="too short"):
+        processor.process(2, processor.decode(2, tone(0.01), {}), {})

@@ -71,6 +71,7 @@ class ItemProcessor:
         self.tokenizer = getattr(self.processor, "tokenizer", None)
         self.placeholders: dict[int, PlaceholderInfo] = {}
         self.codebooks: dict[str, Codebook] | None = None  # None: everything as processed
+        self._heard_samples = 0  # of audio, beyond which the processor cuts it off; 0: it does not
 
     def examine(self, namespace: bytes) -> ProcessorInfo:
         """Finds and proves each modality's placeholder; processes the first item on the way."""
@@ -82,6 +83,7 @@ class ItemProcessor:
                 found.append(info)
                 self.placeholders[modality] = info
         self.codebooks = self._learn_codebooks()
+        self._heard_samples = self._learn_heard_samples()
         return ProcessorInfo(
             identity=self._identity(namespace),
             placeholders=tuple(found),
@@ -123,10 +125,22 @@ class ItemProcessor:
         if modality == 0:
             return decode_image(data, limits)
         if modality == 2:
-            return decode_audio(data, limits, self._sampling_rate() or 16000)
+            return decode_audio(data, limits, self._sampling_rate() or 16000, self._heard_samples)
         frames = decode_video(data, limits, lambda *video: self._choose_frames(options, *video))
         patch = getattr(self.processor.video_processor, "temporal_patch_size", None)
         return frames.filled(int(patch or 1))
+
+    def _learn_heard_samples(self) -> int:
+        info = self.placeholders.get(2)
+        if info is None or not info.method:
+            return 0
+        rate = self._sampling_rate() or 16000
+        most = int(self.limits.audio.max_seconds * rate)
+        counts = rules.audio_lengths(getattr(self.processor, "feature_extractor", None))
+        return probe.heard_samples(
+            lambda samples: self._fields(self._call(2, [samples], info.token, {})),
+            [count for count in counts if count < most], rate,
+        )  # fmt: skip
 
     def page_digests(self, data: bytes | memoryview) -> list[bytes]:
         """See `decode.page_digests`."""
@@ -260,6 +274,8 @@ class ItemProcessor:
         if not runs:
             raise MediaInvalid(f"{MODALITIES[info.modality]} takes no place in the prompt")
         fields = self._fields(output)
+        if not all(array.size for _, array in fields.values()):
+            raise MediaInvalid(f"{MODALITIES[info.modality]} is too short: nothing is left of it")
         return pack_item(info.modality, tuple(replacement), runs, fields, self.codebooks)
 
     def _fields(self, output: Mapping[str, Any]) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:

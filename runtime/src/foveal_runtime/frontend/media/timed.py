@@ -35,6 +35,8 @@ MAX_SAMPLE = 2.0**32
 """Beyond what any scale of integers gives: its square, summed up, leaves 32-bit floats."""
 SAMPLES_PER_SECOND = 8 * 48_000
 """Of all channels together, on average over the longest audio allowed."""
+PADDING_SECONDS = 0.25
+"""What a codec may add to the end of audio, which is lost where a processor cuts it off."""
 MAX_FRAMES_PER_SECOND = 240
 """Of a video, by which the frames that are looked at are bounded, whatever its header says."""
 GIVEN_FRAMES_PER_SECOND = 2.0
@@ -44,9 +46,10 @@ MAX_VIDEO_IMAGES = 16
 
 
 def decode_audio(
-    data: bytes | memoryview, limits: ModalityLimits, sampling_rate: int
+    data: bytes | memoryview, limits: ModalityLimits, sampling_rate: int, heard: int = 0
 ) -> np.ndarray[Any, Any]:
-    """Mono float32 samples at `sampling_rate` Hz."""
+    """Mono float32 samples at `sampling_rate` Hz; more than `heard` of them are refused, unless
+    that is 0."""
     import soundfile
 
     check_bytes(data, limits, "audio")
@@ -67,6 +70,11 @@ def decode_audio(
         mono = soxr.resample(mono, rate, sampling_rate)
         if len(mono) == 0:
             raise MediaInvalid(f"audio is too short: it has no sample at {sampling_rate} Hz")
+    if heard and len(mono) > heard + PADDING_SECONDS * sampling_rate:
+        raise MediaTooLarge(
+            f"audio lasts {len(mono) / sampling_rate:.1f} s, and this model hears no more than "
+            f"{heard / sampling_rate:g} s of a part; send it in pieces"
+        )
     return np.ascontiguousarray(mono, dtype=np.float32)
 
 
