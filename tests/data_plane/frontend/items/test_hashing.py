@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from foveal_runtime.frontend.items.identify import Aliases
 from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
 from foveal_runtime.frontend.media import hashing
+from foveal_runtime.frontend.protocol.body_text import Body, BodyText
 from foveal_runtime.plan.errors import InvalidRequest, MediaConflict, MediaInvalid, MediaTooLarge
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import view_item
@@ -253,3 +254,20 @@ def test_base64_is_what_the_standard_library_says() -> None:
         assert found == expected, text
         num_taken += isinstance(found, bytes)
     assert num_taken > 3000
+
+
+@pytest.mark.parametrize("written", ["lines", "escapes", "body"])
+def test_line_breaks_and_escapes_are_no_bytes_of_media(written: str) -> None:
+    """A file just below the limit was a 413 where its base64 had line breaks."""
+    data = random.Random(1).randbytes(60_000)
+    text: Any = base64.encodebytes(data).decode()
+    if written != "lines":
+        text = quote(text.replace("\n", ""), safe="")
+    url: Any = f"data:image/png;base64,{text}"
+    if written == "body":
+        body = Body()
+        assert body.add(url.encode())
+        url = BodyText(body, 0, len(url))
+    assert hashing.decode_data_url(url, max_bytes=len(data)) == data
+    with pytest.raises(MediaTooLarge):
+        hashing.decode_data_url(url, max_bytes=len(data) - 300)

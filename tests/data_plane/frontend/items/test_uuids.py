@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from foveal_runtime.frontend.items.prepared import MediaPart, PrepareOptions
-from foveal_runtime.plan.errors import MediaConflict
+from foveal_runtime.plan.errors import MediaConflict, MediaUnknown
 from foveal_runtime.plan.sampling import SamplingParams
 
 IMAGE = 4
@@ -39,3 +39,23 @@ async def test_a_uuid_of_two_contents_in_requests_at_once(start_input, picture):
     [kept] = [one for one in found if not isinstance(one, MediaConflict)]
     named = await inputs.prepare([IMAGE], [image()], options())
     assert named.items[0].mm_hash == kept.items[0].mm_hash
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_uuid_alone_beside_its_own_content(start_input, picture, first):
+    """It was a 400, "send the image again", where the image was in the same request."""
+    inputs = await start_input()
+    parts = [image(picture() if number == first else None, number) for number in range(2)]
+    request = await inputs.prepare([IMAGE, IMAGE], parts, options())
+    assert len(request.items) == 1
+    assert [item for _, item in request.placements] == [0, 0]
+    assert request.items[0].source.can_make
+    assert inputs.stats.processed_items[0] == 1
+
+
+async def test_a_uuid_alone_beside_other_content(start_input, picture):
+    inputs = await start_input()
+    other = MediaPart(modality="image", data=picture(), uuid="dog", path="messages[0].content[1]")
+    with pytest.raises(MediaUnknown) as caught:
+        await inputs.prepare([IMAGE, IMAGE], [image(), other], options())
+    assert caught.value.param == "messages[0].content[0]"

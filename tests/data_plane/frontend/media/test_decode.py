@@ -83,6 +83,36 @@ def test_sixteen_bit_grey_with_a_transparent_one():
     assert [pixel(data, (x, 0)) for x in (0, 1)] == [(255, 255, 255), (2, 2, 2)]
 
 
+def clear_png(depth: int, colour: int, pixels: bytes, clear: bytes, width: int) -> bytes:
+    """One row of a PNG with a colour that is not seen."""
+    header = struct.pack(">IIBBBBB", width, 1, depth, colour, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"tRNS", clear), (b"IDAT", zlib.compress(b"\0" + pixels)))
+    out = b"\x89PNG\r\n\x1a\n"
+    for name, body in (*chunks, (b"IEND", b"")):
+        check = struct.pack(">I", zlib.crc32(name + body))
+        out += struct.pack(">I", len(body)) + name + body + check
+    return out
+
+
+@pytest.mark.parametrize(
+    ("depth", "pixels", "greys"),
+    [(1, b"\x40", [0, 255]), (2, b"\x1b", [0, 85, 170, 255]), (4, b"\x01\x2f", [0, 17, 34, 255])],
+)
+def test_grey_of_few_bits_with_a_transparent_one(depth, pixels, greys):
+    """Of two and four bits it stayed as it was, because it was compared with scaled pixels."""
+    for clear in range(len(greys)):
+        level = clear if clear < 3 else 2**depth - 1
+        png = clear_png(depth, 0, pixels, struct.pack(">H", level), len(greys))
+        shown = np.asarray(decode_image(png, LIMITS))[0, :, 0].tolist()
+        assert shown == [255 if i == clear else grey for i, grey in enumerate(greys)]
+
+
+def test_sixteen_bit_rgb_with_a_transparent_colour():
+    pixels = struct.pack(">6H", 65535, 0, 300, 1000, 2000, 3000)
+    png = clear_png(16, 2, pixels, struct.pack(">3H", 1000, 2000, 3000), 2)
+    assert np.asarray(decode_image(png, LIMITS))[0].tolist() == [[255, 0, 1], [255, 255, 255]]
+
+
 def test_bilevel():
     assert pixel(encoded(Image.new("1", (4, 4), 1))) == (255, 255, 255)
 

@@ -38,6 +38,9 @@ class Part:
     def to_dict(self) -> dict[str, Any]:
         return {"size": {"shortest_edge": 64}, "do_resize": True, "max_pixels": 4096}
 
+    def sample_frames(self, metadata: Any, num_frames: int = 0, fps: float = 1.0) -> list[int]:
+        return list(range(num_frames or int(metadata.duration * fps)))
+
 
 PROCESSOR = SimpleNamespace(image_processor=Part(), video_processor=Part())
 

@@ -50,7 +50,12 @@ def whole(total: int, fps: float, width: int, height: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "codec"), [("webm", "libvpx"), ("matroska", "libx264"), ("h264", "libx264")]
+    ("kind", "codec"),
+    [
+        ("webm", "libvpx"),
+        ("matroska", "libx264"),
+        ("h264", "libx264"),
+    ],
 )
 def test_a_file_that_says_no_length_is_read_to_its_end(kind: str, codec: str) -> None:
     """The first frame stood for all of it: what a browser records has neither a number of frames
@@ -62,6 +67,43 @@ def test_a_file_that_says_no_length_is_read_to_its_end(kind: str, codec: str) ->
     frames = decode_video(data, LIMITS, whole)
     assert (frames.total, frames.indices) == (NUM_FRAMES, list(range(NUM_FRAMES)))
     assert np.allclose(frames.pixels.mean(axis=(1, 2, 3)), np.arange(NUM_FRAMES) * 15, atol=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("avi", "mpeg4"), ("ivf", "libvpx"), ("flv", "flv"), ("mpegts", "libx264")]
+)
+def test_a_length_that_is_not_that_of_the_file_does_not_count(kind: str, codec: str) -> None:
+    """AVI and IVF of a pipe were a 413, of 107374182.4 s; FLV's last frame was left out."""
+    frames = decode_video(recorded(kind, codec), LIMITS, whole)
+    assert (frames.total, frames.indices) == (NUM_FRAMES, list(range(NUM_FRAMES)))
+    assert np.allclose(frames.pixels.mean(axis=(1, 2, 3)), np.arange(NUM_FRAMES) * 15, atol=8)
+
+
+def test_frames_that_do_not_follow_evenly_are_all_seen() -> None:
+    """Of a screen's recording the first rate times how long it lasts gave far too many frames: what
+    was chosen of them was the first frame again and again."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="matroska") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for index, time in enumerate((0, 1, 2, 8, 12, 16)):
+            pixels = np.full((48, 64, 3), index * 40, np.uint8)
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts = time
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    frames = decode_video(buffer.getvalue(), LIMITS, whole)
+    assert (frames.total, frames.indices) == (6, list(range(6)))
+    assert frames.fps == pytest.approx(2.5)
+    levels = frames.pixels[:, 20, 20, 0].astype(int)
+    assert (np.abs(levels - np.arange(6) * 40) < 8).all()
+
+
+def test_the_last_frame_stands_in_for_those_that_are_missing() -> None:
+    """The last one of those that were chosen did, however early it was."""
+    frames = decode_video(recorded("h264", "libx264", 6), LIMITS, lambda *_: [0, 9, 12])
+    assert frames.indices == [0, 5, 5]
+    assert abs(int(frames.pixels[2, 20, 20, 0]) - 5 * 15) < 8
 
 
 def test_its_rate_is_that_of_its_frames() -> None:

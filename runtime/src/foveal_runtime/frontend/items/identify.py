@@ -174,6 +174,9 @@ class Identifier:
             if part.uuid is not None:
                 kind = "embeds" if part.is_embeds else part.modality
                 alias = self._aliases.key(part.uuid, options.salt, kind, part.path)
+            beside = _content_beside(part, parts)
+            if beside is not None and alias is not None and self._aliases.lookup(alias) is None:
+                return await self.identify(beside, parts, options)
             if part.is_uuid_only:
                 ordinal = sum(p.modality == part.modality for p in parts[:index])
                 return self._recall(part, alias, ordinal, options)
@@ -255,6 +258,18 @@ class Identifier:
             raise MediaInvalid("media is empty")
         with self._stats.stages.measure("hash"):
             return await off_loop(len(data), functools.partial(hashing.content_digest, data))
+
+
+def _content_beside(part: MediaPart, parts: Sequence[MediaPart]) -> int | None:
+    """The part of the same request that has the content of one that is a uuid alone."""
+    if not part.is_uuid_only or part.uuid is None:
+        return None
+    wanted = (part.uuid, part.modality, part.is_embeds)
+    for index, other in enumerate(parts):
+        is_whole = not other.is_uuid_only and other.page is None
+        if is_whole and (other.uuid, other.modality, other.is_embeds) == wanted:
+            return index
+    return None
 
 
 def _digest_data_url(url: MediaText, limit: int) -> tuple[bytes, bytes]:

@@ -37,6 +37,8 @@ FORMATS = tuple(
     if name in Image.OPEN
 )
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_GREYS = {"L;2": 85, "L;4": 17}
+"""How Pillow reads grey of two and four bits, and by how much it multiplies it."""
 _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 
 # Our own limit is checked on the header; Pillow's would only warn up to twice its own.
@@ -65,12 +67,24 @@ def decode_image(data: bytes | memoryview, limits: ModalityLimits) -> Image.Imag
 def _read(data: bytes | memoryview, limits: ModalityLimits) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         check_pixels(image.width, image.height, limits)
+        _scale_clear(image)
         image.load()
         _turn(image)
         read = shrunk(to_rgb(image), limits.resize_pixels)
         if read is image and image.format not in ("JPEG", "PNG"):
             return read.copy()  # a WebP's decoder would stay, and its canvas
         return read
+
+
+def _scale_clear(image: Image.Image) -> None:
+    """A PNG's one colour that is not seen, in place, as its pixels are read: to eight bits."""
+    clear = image.info.get("transparency")
+    tiles = getattr(image, "tile", None) if image.format == "PNG" else None
+    stored = str(tiles[0].args) if tiles else ""
+    if isinstance(clear, int) and stored in _GREYS:
+        image.info["transparency"] = clear * _GREYS[stored]
+    elif isinstance(clear, tuple) and stored == "RGB;16B":
+        image.info["transparency"] = tuple(level >> 8 for level in clear)
 
 
 def _turn(image: Image.Image) -> None:

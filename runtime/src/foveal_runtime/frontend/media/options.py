@@ -13,6 +13,7 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from foveal_runtime.frontend.media.sampling import SAMPLING, sampling_options
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import InvalidRequest
 
@@ -27,14 +28,17 @@ _PARTS = ("image_processor", "video_processor", "feature_extractor")
 
 def known_options(processor: Any, modality: int) -> frozenset[str]:
     """Every name that this processor takes for the modality."""
-    names = {"num_frames", "fps", "do_sample_frames"} if modality == 1 else set()
+    names = {"do_sample_frames"} if modality == 1 else set()
     part = getattr(processor, _PARTS[modality], None)
     kinds = [getattr(part, "valid_kwargs", None)]
     declared = getattr(processor, "valid_processor_kwargs", None)
     kinds.append(_hints(declared).get(_GROUPS[modality]))
     for kind in kinds:
         names |= set(_hints(kind))
-    return frozenset(names | set(_defaults(part)))
+    names |= set(_defaults(part))
+    if modality == 1 and part is not None:
+        names = names.difference(SAMPLING) | sampling_options(part)
+    return frozenset(names)
 
 
 def by_modality(

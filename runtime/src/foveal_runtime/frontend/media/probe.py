@@ -107,6 +107,24 @@ def probe_images(blocks: int) -> list[Image.Image]:
     return images
 
 
+def heard_samples(
+    process: Callable[[np.ndarray[Any, Any]], Fields], counts: Sequence[int], rate: int
+) -> int:
+    """The first of `counts` samples beyond which audio changes nothing: a processor cuts off what
+    is longer in silence. 0 where it takes all. `process` gives its fields of some audio."""
+    for count in counts:
+        quiet = np.zeros(count + rate, np.float32)
+        loud = np.concatenate([quiet[:count], sample(2, rate)])
+        try:
+            one, other = process(quiet), process(loud)
+        except Exception as error:  # it raises anything, and then takes no such audio at all
+            log.warning("audio of %d samples: %s: %s", count, type(error).__name__, error)
+            continue
+        if all(np.array_equal(one[name][1], other[name][1]) for name in one):
+            return count
+    return 0
+
+
 def learn(process: Callable[[Image.Image], Fields]) -> dict[str, Codebook]:
     """Field → codebook, for those float32 fields that have exactly 256 values a channel.
 

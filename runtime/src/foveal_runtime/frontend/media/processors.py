@@ -17,14 +17,14 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from foveal_runtime.frontend.media import decode, probe, rules
+from foveal_runtime.frontend.media import decode, probe, rules, sampling
 from foveal_runtime.frontend.media import options as item_options
 from foveal_runtime.frontend.media.decode import decode_image
 from foveal_runtime.frontend.media.hashing import short_digest
@@ -71,6 +71,7 @@ class ItemProcessor:
         self.tokenizer = getattr(self.processor, "tokenizer", None)
         self.placeholders: dict[int, PlaceholderInfo] = {}
         self.codebooks: dict[str, Codebook] | None = None  # None: everything as processed
+        self._heard_samples = 0  # of audio, beyond which the processor cuts it off; 0: it does not
 
     def examine(self, namespace: bytes) -> ProcessorInfo:
         """Finds and proves each modality's placeholder; processes the first item on the way."""
@@ -82,6 +83,7 @@ class ItemProcessor:
                 found.append(info)
                 self.placeholders[modality] = info
         self.codebooks = self._learn_codebooks()
+        self._heard_samples = self._learn_heard_samples()
         return ProcessorInfo(
             identity=self._identity(namespace),
             placeholders=tuple(found),
@@ -123,8 +125,22 @@ class ItemProcessor:
         if modality == 0:
             return decode_image(data, limits)
         if modality == 2:
-            return decode_audio(data, limits, self._sampling_rate() or 16000)
-        return decode_video(data, limits, lambda *video: self._choose_frames(options, *video))
+            return decode_audio(data, limits, self._sampling_rate() or 16000, self._heard_samples)
+        frames = decode_video(data, limits, lambda *video: self._choose_frames(options, *video))
+        patch = getattr(self.processor.video_processor, "temporal_patch_size", None)
+        return frames.filled(int(patch or 1))
+
+    def _learn_heard_samples(self) -> int:
+        info = self.placeholders.get(2)
+        if info is None or not info.method:
+            return 0
+        rate = self._sampling_rate() or 16000
+        most = int(self.limits.audio.max_seconds * rate)
+        counts = rules.audio_lengths(getattr(self.processor, "feature_extractor", None))
+        return probe.heard_samples(
+            lambda samples: self._fields(self._call(2, [samples], info.token, {})),
+            [count for count in counts if count < most], rate,
+        )  # fmt: skip
 
     def page_digests(self, data: bytes | memoryview) -> list[bytes]:
         """See `decode.page_digests`."""
@@ -195,26 +211,17 @@ class ItemProcessor:
             READING, shape.encode(),
         )  # fmt: skip
 
-    def _choose_frames(
-        self, options: Mapping[str, Any], total: int, fps: float, width: int, height: int
-    ) -> list[int]:
-        """The processor's own sampling rule, told the requested num_frames or fps; without such a
-        request no more than the limit on frames, evenly spread."""
-        from transformers.video_utils import VideoMetadata
-
-        video = self.processor.video_processor
-        metadata = VideoMetadata(
-            total_num_frames=total, fps=fps, duration=total / fps, width=width, height=height
-        )
-        asked = {k: options[k] for k in ("num_frames", "fps") if options.get(k) is not None}
-        if not asked and not getattr(video, "do_sample_frames", False):
-            return _spread(range(total), self.limits.video.max_frames)
+    def _choose_frames(self, options: Mapping[str, Any], total: int, *rest: Any) -> list[int]:
+        """See `sampling.choose_frames`."""
+        video, most = self.processor.video_processor, self.limits.video.max_frames
         try:
-            chosen = video.sample_frames(metadata, **(asked or rules.sampling_defaults(video)))
-        except ValueError as error:
-            raise MediaInvalid(f"video frames cannot be sampled: {error}") from error
-        frames = [int(i) for i in np.asarray(chosen).reshape(-1)]
-        return frames if asked else _spread(frames, self.limits.video.max_frames)
+            return sampling.choose_frames(video, options, most, total, *rest)
+        except (ValueError, ArithmeticError) as error:
+            names = [f"{item_options.FIELD}.{name}" for name in sampling.asked_for(options)]
+            raise InvalidRequest(
+                f"{', '.join(names)}: a video of {total} frames cannot be sampled so: {error}",
+                param=names[0],
+            ) from error
 
     def _call(
         self, modality: int, media: list[Any], text: str, options: dict[str, Any]
@@ -267,6 +274,8 @@ class ItemProcessor:
         if not runs:
             raise MediaInvalid(f"{MODALITIES[info.modality]} takes no place in the prompt")
         fields = self._fields(output)
+        if not all(array.size for _, array in fields.values()):
+            raise MediaInvalid(f"{MODALITIES[info.modality]} is too short: nothing is left of it")
         return pack_item(info.modality, tuple(replacement), runs, fields, self.codebooks)
 
     def _fields(self, output: Mapping[str, Any]) -> dict[str, tuple[str, np.ndarray[Any, Any]]]:
@@ -358,14 +367,6 @@ class ItemProcessor:
             if spliced != full:
                 return f"splicing gives {len(spliced)} ids for {count} item(s), not {len(full)}"
         return ""
-
-
-def _spread(indices: Sequence[int], most: int) -> list[int]:
-    """At most `most` of them, evenly spread over the whole."""
-    count = len(indices)
-    if count <= most:
-        return list(indices)
-    return [indices[(2 * i + 1) * count // (2 * most)] for i in range(most)]
 
 
 def embed_runs(ids: list[int], embed_id: int) -> tuple[tuple[int, int], ...]:

@@ -7,6 +7,7 @@ entry only when it is odd.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -259,13 +260,11 @@ def newline_ids(tokenizer: Any) -> tuple[int, ...]:
     return tuple(found)
 
 
-def sampling_defaults(video_processor: Any) -> dict[str, Any]:
-    """num_frames or fps as the checkpoint sets them, when it does."""
-    for name in ("num_frames", "fps"):
-        value = getattr(video_processor, name, None)
-        if value is not None:
-            return {name: value}
-    return {}
+def audio_lengths(extractor: Any) -> list[int]:
+    """Samples at which a feature extractor may cut off audio, as it is made or called by itself."""
+    called = inspect.signature(type(extractor).__call__).parameters.get("max_length")
+    found = (getattr(extractor, "n_samples", None), called.default if called else None)
+    return sorted({count for count in found if isinstance(count, int) and count > 0})
 
 
 def surround(

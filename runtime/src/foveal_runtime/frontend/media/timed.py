@@ -23,16 +23,20 @@ from foveal_runtime.frontend.media.decode import (
 )
 from foveal_runtime.frontend.media.hashing import unpack_frames
 from foveal_runtime.plan.config import ModalityLimits
-from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
+from foveal_runtime.plan.errors import FovealError, MediaInvalid, MediaTooLarge
 
-READING = b"video-3"
-"""Changes with the frames that the same file becomes: part of every key."""
+READING = b"timed-4"
+"""Changes with the samples or frames that the same file becomes: part of every key."""
 _BLOCK_FRAMES = 1 << 14
+_UNKNOWN_FRAMES = (1 << 63) - 1
+"""What libsndfile says of a FLAC that was written without its length, as it was recorded."""
 MAX_RATE = 384_000
 MAX_SAMPLE = 2.0**32
 """Beyond what any scale of integers gives: its square, summed up, leaves 32-bit floats."""
 SAMPLES_PER_SECOND = 8 * 48_000
 """Of all channels together, on average over the longest audio allowed."""
+PADDING_SECONDS = 0.25
+"""What a codec may add to the end of audio, which is lost where a processor cuts it off."""
 MAX_FRAMES_PER_SECOND = 240
 """Of a video, by which the frames that are looked at are bounded, whatever its header says."""
 GIVEN_FRAMES_PER_SECOND = 2.0
@@ -42,9 +46,10 @@ MAX_VIDEO_IMAGES = 16
 
 
 def decode_audio(
-    data: bytes | memoryview, limits: ModalityLimits, sampling_rate: int
+    data: bytes | memoryview, limits: ModalityLimits, sampling_rate: int, heard: int = 0
 ) -> np.ndarray[Any, Any]:
-    """Mono float32 samples at `sampling_rate` Hz."""
+    """Mono float32 samples at `sampling_rate` Hz; more than `heard` of them are refused, unless
+    that is 0."""
     import soundfile
 
     check_bytes(data, limits, "audio")
@@ -65,6 +70,11 @@ def decode_audio(
         mono = soxr.resample(mono, rate, sampling_rate)
         if len(mono) == 0:
             raise MediaInvalid(f"audio is too short: it has no sample at {sampling_rate} Hz")
+    if heard and len(mono) > heard + PADDING_SECONDS * sampling_rate:
+        raise MediaTooLarge(
+            f"audio lasts {len(mono) / sampling_rate:.1f} s, and this model hears no more than "
+            f"{heard / sampling_rate:g} s of a part; send it in pieces"
+        )
     return np.ascontiguousarray(mono, dtype=np.float32)
 
 
@@ -72,8 +82,9 @@ def _read_mono(file: Any, limits: ModalityLimits) -> np.ndarray[Any, Any]:
     """The mean of all channels, read block by block: neither the header nor a format that packs
     silence well decides how much memory it takes."""
     rate, channels = max(1, file.samplerate), max(1, file.channels)
-    check_seconds(file.frames / rate, limits, "audio")
-    _check_samples(file.frames * channels, limits)
+    if file.frames < _UNKNOWN_FRAMES:
+        check_seconds(file.frames / rate, limits, "audio")
+        _check_samples(file.frames * channels, limits)
     blocks: list[np.ndarray[Any, Any]] = []
     count = 0
     while len(block := file.read(_BLOCK_FRAMES, dtype="float32", always_2d=True)):
@@ -107,14 +118,16 @@ def _av_audio(data: bytes | memoryview, limits: ModalityLimits) -> tuple[np.ndar
             rate = int(stream.rate or 0) or 16000
             if rate > MAX_RATE:
                 raise MediaTooLarge(f"audio has {rate} samples a second, the limit is {MAX_RATE}")
-            resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
+            # Not mixed by it: to mono it adds channels up, louder than their mean.
+            resampler = av.AudioResampler(format="fltp", rate=rate)
             parts: list[np.ndarray[Any, Any]] = []
             count = 0
             for decoded in container.decode(stream):
                 for piece in resampler.resample(decoded):
-                    parts.append(piece.to_ndarray().reshape(-1))
-                    count += len(parts[-1])
-                    _check_samples(count, limits)
+                    channels = piece.to_ndarray()
+                    parts.append(channels.mean(axis=0))
+                    count += channels.shape[1]
+                    _check_samples(count * channels.shape[0], limits)
                     check_seconds(count / rate, limits, "audio")
     except (MediaInvalid, MediaTooLarge):
         raise
@@ -132,6 +145,15 @@ class Frames:
     total: int
     fps: float
 
+    def filled(self, least: int) -> Frames:
+        """With the last one repeated up to `least` frames, as processors fill up what they take
+        together; some refuse fewer."""
+        missing = least - len(self.indices)
+        if missing <= 0:
+            return self
+        pixels = np.concatenate([self.pixels, self.pixels[-1:].repeat(missing, axis=0)])
+        return Frames(pixels, self.indices + self.indices[-1:] * missing, self.total, self.fps)
+
 
 Choose = Callable[[int, float, int, int], list[int]]
 """(number of frames, frames per second, width, height) → ascending frame indices to keep."""
@@ -148,9 +170,9 @@ def decode_video(data: bytes | memoryview, limits: ModalityLimits, choose: Choos
         with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
             if not container.streams.video:
                 raise MediaInvalid("video cannot be read: the file has no video stream")
-            length = _length(container) or _counted(data, limits)
+            length = _length(container, limits) or _counted(data, limits)
             return _read_frames(container, limits, choose, *length)
-    except (MediaInvalid, MediaTooLarge):
+    except FovealError:  # of what is asked for, too
         raise
     except MemoryError as error:
         raise MediaTooLarge("video needs more memory than a media worker has") from error
@@ -175,15 +197,13 @@ def _rate(stream: Any) -> float:
     return float(stream.average_rate or stream.guessed_rate or 24.0)
 
 
-def _length(container: Any) -> tuple[int, float] | None:
-    """Frames of the video and frames per second; None where the container says neither how many
-    there are nor how long they last, as what is written while it is recorded does not."""
+def _length(container: Any, limits: ModalityLimits) -> tuple[int, float] | None:
+    """Frames of the video and frames per second; None where the container does not say how many
+    there are, or more than may be: what is written while it is recorded holds no number, or the
+    largest one. How long it lasts does not tell, because frames need not follow evenly."""
     fps = _rate(container.streams.video[0])
-    seconds = float(container.duration or 0) / 1_000_000
     total = int(container.streams.video[0].frames or 0)
-    if not total and seconds <= 0:
-        return None
-    return total or max(1, round(seconds * fps)), fps
+    return (total, fps) if 0 < total <= limits.max_seconds * fps else None
 
 
 def _counted(data: bytes | memoryview, limits: ModalityLimits) -> tuple[int, float]:
@@ -223,6 +243,18 @@ def _upright(pixels: np.ndarray[Any, Any], turn: tuple[bool, bool, bool]) -> np.
     return pixels[::-1] if inverts else pixels
 
 
+def _shown(
+    frame: Any, size: tuple[int, int], small: tuple[int, int], turn: tuple[bool, bool, bool]
+) -> np.ndarray[Any, Any]:
+    """A frame of `size` as RGB, resized to `small` and turned. Raises MediaInvalid for another."""
+    if (frame.width, frame.height) != size:
+        before = f"{size[0]}x{size[1]}"
+        raise MediaInvalid(f"video changes from {before} to {frame.width}x{frame.height}")
+    if small != size:
+        frame = frame.reformat(width=small[0], height=small[1], format="rgb24")
+    return _upright(frame.to_ndarray(format="rgb24"), turn)
+
+
 def _read_frames(
     container: Any, limits: ModalityLimits, choose: Choose, total: int, fps: float
 ) -> Frames:
@@ -254,24 +286,17 @@ def _read_frames(
             f"video would give {len(set(wanted))} frames of {small[0]}x{small[1]}, the limit is "
             f"{most} pixels in all; ask for fewer with num_frames or fps"
         )
-    keep, kept, last = set(wanted), {}, -1
+    keep, kept, index = set(wanted), {}, 0
     for index, frame in enumerate(itertools.chain([first], decoded)):
-        last = index
         check_seconds(index / MAX_FRAMES_PER_SECOND, limits, "video")
         check_seconds(index / fps, limits, "video")
         if index in keep:
-            if (frame.width, frame.height) != (width, height):
-                raise MediaInvalid(
-                    f"video changes from {width}x{height} to {frame.width}x{frame.height}"
-                )
-            if small != (width, height):
-                frame = frame.reformat(width=small[0], height=small[1], format="rgb24")
-            kept[index] = _upright(frame.to_ndarray(format="rgb24"), turn)
+            kept[index] = _shown(frame, (width, height), small, turn)
         if index >= max(keep, default=0):
             break
-    if not kept:
-        raise MediaInvalid(f"video has no readable frames (read {last + 1} of {total})")
-    # A container may promise more frames than it holds: the last one that exists stands in.
-    end = max(kept)
-    indices = [i if i in kept else end for i in wanted]
+    if not keep:
+        raise MediaInvalid(f"video has no readable frames (read {index + 1} of {total})")
+    if index not in kept:  # The container promises more frames than it holds: the last stands in.
+        kept[index] = _shown(frame, (width, height), small, turn)
+    indices = [min(i, index) for i in wanted]
     return Frames(np.stack([kept[i] for i in indices]), indices, total, fps)

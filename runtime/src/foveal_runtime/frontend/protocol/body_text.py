@@ -87,6 +87,9 @@ class BodyText:
         at = self._body.buffer.find(text.encode(), self._begin, end)
         return at - self._begin if at >= 0 else -1
 
+    def count(self, text: str) -> int:
+        return self._body.buffer.count(text.encode(), self._begin, self._begin + self._size)
+
     def startswith(self, text: str) -> bool:
         return self[: len(text)] == text
 

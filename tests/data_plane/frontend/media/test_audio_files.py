@@ -1,0 +1,126 @@
+"""Audio as people record it: in several channels and containers, without a length."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import soundfile
+
+from foveal_runtime.frontend.media.timed import decode_audio
+from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
+from foveal_runtime.wire.item import view_item
+
+RATE = 16000
+LIMITS = ModalityLimits(max_seconds=2.5)
+
+
+class Pipe:
+    """A place that can be written to, and not gone back in: nothing at the start is put right."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, piece: bytes) -> int:
+        self.data += piece
+        return len(piece)
+
+
+def recorded(kind: str, codec: str, layout: str, *shares: float, seconds: float = 1.0) -> bytes:
+    """A tone, in each channel of `layout` with its share of full scale."""
+    tone = np.sin(2 * np.pi * 440 * np.arange(int(seconds * 48000)) / 48000)
+    samples = np.stack([tone * share for share in shares]).astype(np.float32)
+    whole = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+    whole.sample_rate = 48000
+    pipe = io.BytesIO() if kind in ("mp4", "mov") else Pipe()
+    with av.open(pipe, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=48000, layout=layout)
+        form = stream.codec_context.format.name
+        for frame in av.AudioResampler(form, layout, 48000).resample(whole):
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return pipe.getvalue() if isinstance(pipe, io.BytesIO) else bytes(pipe.data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    [("wav", "pcm_s16le"), ("matroska", "pcm_s16le"), ("mp4", "aac"), ("webm", "libopus")],
+)
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [("mono", (0.5,)), ("stereo", (0.8, 0.2)), ("stereo", (0.5, 0.0)), ("5.1", (0.5,) * 6)],
+)
+def test_channels_become_their_mean(
+    kind: str, codec: str, layout: str, shares: tuple[float, ...]
+) -> None:
+    """What libsndfile does not read was 1.4 times as loud in stereo, and 3.4 times in 5.1."""
+    samples = decode_audio(recorded(kind, codec, layout, *shares), LIMITS, RATE)
+    middle = samples[RATE // 4 : RATE // 2]
+    loudness = np.sqrt(np.mean(middle**2)) * np.sqrt(2)
+    assert loudness == pytest.approx(np.mean(shares), rel=0.2)  # of 5.1 AAC drops one
+
+
+def test_flac_without_a_length_is_read_to_its_end() -> None:
+    """Of one that a pipe was written to it was said to last 209146758205323.7 s."""
+    samples = decode_audio(recorded("flac", "flac", "mono", 0.5), LIMITS, RATE)
+    assert len(samples) == RATE
+    with pytest.raises(MediaTooLarge, match="lasts 2"):
+        decode_audio(recorded("flac", "flac", "mono", 0.5, seconds=3.5), LIMITS, RATE)
+
+
+def tone(seconds: float) -> bytes:
+    buffer = io.BytesIO()
+    samples = np.sin(np.arange(int(seconds * RATE)) / 9).astype(np.float32)
+    soundfile.write(buffer, samples, RATE, format="WAV")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[str], Any]:
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+    from tests.support import tiny_processors
+
+    def find(name: str) -> Any:
+        processor = ItemProcessor(str(tiny_processors.save(name, tmp_path)), ModalitiesConfig())
+        processor.examine(b"n" * 16)
+        return processor
+
+    return find
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["qwen2_audio", "gemma3n", "gemma4"])
+def test_audio_that_a_processor_would_cut_off_is_refused(
+    load: Callable[[str], Any], name: str
+) -> None:
+    """A model heard the first 30 seconds and answered, as if there were no more."""
+    processor = load(name)
+    with pytest.raises(MediaTooLarge, match="hears no more than 30 s"):
+        processor.decode(2, tone(31), {})
+    heard = processor.decode(2, tone(30.2), {})
+    assert view_item(processor.process(2, heard, {})).header.embed_runs
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["audioflamingo3", "voxtral", "gemma4_unified"])
+def test_audio_that_a_processor_takes_whole_is_not(load: Callable[[str], Any], name: str) -> None:
+    processor = load(name)
+    counts = []
+    for seconds in (30, 61):
+        heard = processor.decode(2, tone(seconds), {})
+        counts.append(len(view_item(processor.process(2, heard, {})).header.replacement))
+    assert counts[1] > counts[0]
+
+
+@pytest.mark.model
+def test_audio_of_which_nothing_is_left_is_refused(load: Callable[[str], Any]) -> None:
+    """Gemma 3n's processor made no features of ten milliseconds, and 188 tokens for them."""
+    processor = load("gemma3n")
+    with pytest.raises(MediaInvalid, match="too short"):
+        processor.process(2, processor.decode(2, tone(0.01), {}), {})
