@@ -241,3 +241,13 @@ def test_who_is_admitted_and_preempted_in_one_pass_was_never_there():
     assert [names for names in new if names] == [["a"], ["b"]]
     assert new.index(["b"]) == 4, "a has ended by then"
     drive.assert_done()
+
+
+def test_the_second_place_of_an_item_is_a_hit_of_the_first():
+    drive = Drive(prefix_caching=False)
+    drive.add("a", [1, *[P] * 4, 2, *[P] * 4, 3], [image("A", 1, 4), image("A", 6, 4)])
+    drive.run()
+    encoder = drive.scheduler.encoder
+    assert (encoder.queries, encoder.hits) == ({0: 2}, {(0, "device"): 1})
+    assert drive.runner.num_encoded == 1
+    drive.assert_done()
