@@ -86,6 +86,7 @@ def test_a_full_window_pulls():
     assert w.senders[0, 0].stats.num_pulls == 2
     w.settle()
     assert w.is_settled()
+    assert w.receivers[0].stats.num_needs_pull == 2
 
 
 def test_requests_larger_than_the_cache_go_past_it():
@@ -169,6 +170,7 @@ def test_the_head_waits_for_room_and_nobody_overtakes():
     w.take(0)
     assert [key[1][0] for key in w.running[0]] == ["0"]
     assert len(receiver.admission.queue) == 2
+    assert receiver.sessions["f0"].lookup_ack() == 1
     w.settle()
     assert w.is_settled()
 
@@ -185,6 +187,7 @@ def test_a_source_is_asked_first_then_the_requester():
     w.flush((0, 0))
     w.deliver_down((0, 0))
     assert list(w.needs[0, 0]) == [mm_hash(1)]
+    assert w.senders[1, 0].stats.num_nofill == w.receivers[0].stats.num_nofill == 1
     w.settle()
     assert w.is_settled()
 
@@ -289,8 +292,8 @@ def test_reset_frees_what_is_unpinned_now_and_the_rest_at_its_last_unpin():
     w.send(running, 0)
     w.deliver_up((0, 0))
     w.take(0)
-    w.senders[0, 0].control("reset_mm")
-    w.receivers[0].reset()
+    w.up[0, 0].append(w.senders[0, 0].control("reset_mm"))
+    w.deliver_up((0, 0))
     assert [int(a.mm_hash) for a in w.receivers[0].directory()] == [2]
     [key] = w.running[0]
     w.finish(0, key)
@@ -350,6 +353,8 @@ def test_only_so_many_sessions():
     w = world(max_sessions=1)
     answer = w.receivers[0].on_message("f1", Hello(PROTOCOL_VERSION, "f1", (1, 1), NAMESPACE, ""))
     assert answer == [Bye((1, 1), "too_many_sessions")]
+    again = w.receivers[0].on_message("f0", Hello(PROTOCOL_VERSION, "f0", (2, 1), NAMESPACE, ""))
+    assert isinstance(again[0], Welcome), "it takes its own former place"
 
 
 def test_a_gap_ends_the_session_and_nothing_is_lost():

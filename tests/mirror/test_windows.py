@@ -8,6 +8,7 @@ from foveal_runtime.mirror.receiver import ReceiverLimits
 from foveal_runtime.mirror.sender import SendItem
 from foveal_runtime.plan.errors import MediaTooLarge
 
+MIB = 1 << 20
 SIZE = 342_400
 """Bytes of an image of 576 x 576 pixels."""
 
@@ -32,3 +33,12 @@ def test_a_value_that_no_message_carries_is_refused_before_it_is_sent():
     sender.check_size([SendItem(b"a" * 32, 1 << 30), SendItem(b"b" * 32, 1 << 30)])
     with pytest.raises(MediaTooLarge, match=r"takes 1073741825 bytes .* at most 1073741824"):
         sender.check_size([SendItem(b"a" * 32, SIZE), SendItem(b"b" * 32, (1 << 30) + 1)])
+
+
+@pytest.mark.parametrize(
+    ("capacity_bytes", "grace_bytes"),
+    [(64 * MIB, 8 * MIB), (1024 * MIB, 16 * MIB), (4000 * MIB, 40 * MIB)],
+)
+def test_a_hundredth_is_announced_as_gone_before_its_room_is_needed(capacity_bytes, grace_bytes):
+    """But at least 16 MiB, of at most an eighth of the cache."""
+    assert ReceiverLimits(capacity_bytes=capacity_bytes).grace_of(capacity_bytes) == grace_bytes

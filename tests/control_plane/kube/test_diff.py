@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
+
 from foveal_operator.kube.diff import Change, diff, restart_reasons
 from foveal_operator.kube.types import Obj
 from tests.support.regenerate import wanted
@@ -62,6 +64,21 @@ def test_what_is_not_there_is_one_change() -> None:
     (change,) = diff(service, None)
     assert change.before is None
     assert restart_reasons(service, None) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "paths"),
+    [
+        ({"a": [1, 2]}, {"a": [1]}, ["a"]),
+        ({"a": [{"name": "x"}]}, {"a": [{"port": 1}]}, ["a[0].name"]),
+        ({"a": [{"port": 1}]}, {"a": [{"name": "x"}]}, ["a[0].port"]),
+        ({"a": {"b": 1}}, {"a": "text"}, ["a"]),
+        ({"a": "text"}, {"a": ["text"]}, ["a"]),
+        ({"limits": {"cpu": "1"}}, {"limits": {"cpu": "much"}}, ["limits.cpu"]),
+    ],
+)
+def test_other_shapes_differ(mine: Obj, theirs: Obj, paths: list[str]) -> None:
+    assert [change.path for change in diff(mine, theirs)] == paths
 
 
 def test_a_difference_of_bytes_is_told_in_gib() -> None:

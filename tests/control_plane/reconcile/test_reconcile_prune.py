@@ -115,9 +115,10 @@ async def test_a_deleted_resource_is_forgotten_without_a_write(kit: Kit) -> None
     assert 'name="tiny"' not in text, "its series are gone"
 
 
-async def test_old_documents_go_when_nothing_uses_them(kit: Kit) -> None:
-    await served(kit)
+async def ask_for_workers(kit: Kit) -> None:
+    """Six start-up documents of frontends, one a minute."""
     for workers in range(2, 8):
+        kit.cluster.now_text = lambda workers=workers: f"2026-01-01T00:0{workers}:00Z"
 
         def change(body: Obj, workers: int = workers) -> None:
             body["spec"]["frontend"]["mediaWorkers"] = workers
@@ -125,8 +126,25 @@ async def test_old_documents_go_when_nothing_uses_them(kit: Kit) -> None:
 
         kit.cluster.edit(INFERENCE, *KEY, change)
         await kit.settle()
+
+
+async def test_a_document_that_a_pod_uses_stays_however_old_it_is(kit: Kit) -> None:
+    await served(kit, pods=True)
+    pods = [pod for (kind, _, _), pod in kit.cluster.objects.items() if kind == "Pod"]
+    used = {v["configMap"]["name"] for pod in pods for v in pod["spec"]["volumes"]
+            if "configMap" in v}  # fmt: skip
+    await ask_for_workers(kit)
+    found = set(kit.cluster.names("ConfigMap"))
+    assert used <= found
+    assert len({name for name in found - used if name.startswith("tiny-frontend-")}) == 3
+
+
+async def test_old_documents_go_when_nothing_uses_them(kit: Kit) -> None:
+    await served(kit)
+    await ask_for_workers(kit)
     frontends = [n for n in kit.cluster.names("ConfigMap") if n.startswith("tiny-frontend-")]
-    assert 1 <= len(frontends) <= 4
+    made = [kit.cluster.body("ConfigMap", n)["metadata"]["creationTimestamp"] for n in frontends]
+    assert {f"2026-01-01T00:0{n}:00Z" for n in (5, 6, 7)} == set(made), "the three youngest"
     used = kit.cluster.body("Deployment", "tiny-frontend")["spec"]["template"]["spec"]["volumes"]
     (name,) = [v["configMap"]["name"] for v in used if "configMap" in v]
     assert name in frontends

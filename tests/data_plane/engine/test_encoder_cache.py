@@ -95,12 +95,16 @@ def test_reserve_evicts_the_longest_released_and_says_so():
     cache.check_integrity([])
 
 
-def test_what_is_held_is_never_evicted():
-    cache = EncoderCacheManager(10)
-    a = user("1", ("A", 6))
-    cache.allocate(a, 0)
+@pytest.mark.parametrize("eviction", ["lru", "cost"])
+def test_what_is_held_is_never_evicted(eviction):
+    cache = EncoderCacheManager(10, eviction=eviction)
+    a, b = user("1", ("A", 6)), user("2", ("B", 4))
+    put(cache, a, b)
+    cache.allocate(a, 0)  # was the next to go, and is in use again
     assert not cache.fits(5)
     assert cache.fits(4)
+    assert cache.reserve(4) == [key("B")]
+    cache.check_integrity([a])
 
 
 def test_a_reference_ends_with_the_last_occurrence():
@@ -256,4 +260,15 @@ def test_a_discarded_output_is_found_by_nobody_and_goes_with_its_last_user():
     cache.free(held)
     assert cache.lookup(held.mm_inputs[0].mm_hash) == "absent"
     assert cache.num_free_embeds == 20
+    cache.check_integrity([])
+
+
+def test_a_discarded_output_leaves_the_host_tier_too():
+    cache = EncoderCacheManager(6, host=HostTier(100, 1))
+    for name in "AB":
+        put(cache, user(name, (name, 6)))
+    assert cache.lookup(key("A")) == "host"
+    cache.discard(key("A"))
+    assert cache.lookup(key("A")) == "absent"
+    assert cache.take_moves().drop_host == [key("A")]
     cache.check_integrity([])

@@ -384,7 +384,7 @@ def test_a_request_that_waited_for_room_starts_when_another_ends():
     frontend = engine.connect()
     other = FakeItem("other", 6)
     assert len(other.value) == size
-    engine.core.receiver.admission.max_cacheable_bytes = size
+    engine.core.receiver.admission.cacheable_limit = size
     engine.up(frontend, frontend.request(("r", 0), [1, A, 3]))
     engine.up(frontend, frontend.request(("s", 0), [1, other, 3]))
     assert engine.core.scheduler.num_requests == 1, "its value has no room while A's is in use"

@@ -41,6 +41,11 @@ def test_a_block_between_two_items_names_both():
     assert extra_keys(inputs, 4, 8) == (((b"bbb", -1),), 1)
 
 
+def test_a_block_between_items_that_end_and_begin_at_its_bounds_names_neither():
+    inputs = (_item(b"aaa", 0, 4), _item(b"bbb", 8, 4))
+    assert extra_keys(inputs, 4, 8) == ((), 1)
+
+
 def test_names_differ_by_content_place_salt_and_namespace():
     tokens = [1, P, P, P, P, P, 2, 3]
     base = _hashes(tokens, [_item(b"a" * 32, 1, 5)])
@@ -128,6 +133,7 @@ def test_content_that_is_computed_again_is_as_young_as_what_was_found():
     assert pool.num_evictions == 0 == len(removed)
     pool.allocate(1)
     assert removed == [b"other"]
+    assert pool.num_evictions == 1
 
 
 def _compute(pool, *names):

@@ -228,3 +228,26 @@ def test_a_prompt_in_one_step_with_too_many_items_is_refused_with_the_fix():
     with pytest.raises(MediaTooLarge, match=r"18 encoder outputs .* 16: send fewer or smaller"):
         drive.add("r", [1, *[P] * 18, 2], items)
     assert drive.scheduler.num_requests == 0
+
+
+def test_who_is_admitted_and_preempted_in_one_pass_was_never_there():
+    """b waited for room for its image, so it goes first; a then needs the block that b has got."""
+    drive = Drive(num_blocks=4, encoder_cache_embeds=8, prefix_caching=False)
+    drive.add("a", [P] * 8, [image("A", 0, 8)], max_tokens=4)
+    drive.add("b", [*[P] * 7, 2], [image("B", 0, 7)], max_tokens=2)
+    drive.run()
+    assert drive.requests["b"].num_preemptions == 1
+    new = [[entry.request_id for entry in plan.new] for plan in drive.plans]
+    assert [names for names in new if names] == [["a"], ["b"]]
+    assert new.index(["b"]) == 4, "a has ended by then"
+    drive.assert_done()
+
+
+def test_the_second_place_of_an_item_is_a_hit_of_the_first():
+    drive = Drive(prefix_caching=False)
+    drive.add("a", [1, *[P] * 4, 2, *[P] * 4, 3], [image("A", 1, 4), image("A", 6, 4)])
+    drive.run()
+    encoder = drive.scheduler.encoder
+    assert (encoder.queries, encoder.hits) == ({0: 2}, {(0, "device"): 1})
+    assert drive.runner.num_encoded == 1
+    drive.assert_done()

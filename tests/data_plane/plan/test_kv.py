@@ -78,6 +78,15 @@ def test_an_engine_makes_the_pools_of_the_plan(ranks: int, kv_dtype: str) -> Non
     assert f"of a request of 131072 tokens they keep at most {each} GiB" in note
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_devices_share_kv_memory_of_a_given_size(ranks: int) -> None:
+    asked = inputs(80 * GIB, num_devices=ranks, kv_bytes=20 * GIB)
+    found = plan(asked, profile_of("gemma3-12b"))
+    assert found.device is not None
+    assert found.device.line("kv").bytes == 20 * GIB // ranks
+    assert found.fits
+
+
 SHAPES = st.builds(
     KVShape,
     block_size=st.sampled_from([1, 8, 16]),

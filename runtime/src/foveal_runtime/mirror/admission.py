@@ -42,13 +42,13 @@ class RequestAdmission:
         sessions: dict[str, Session],
         stats: ReceiverStats,
         grace_bytes: int,
-        max_cacheable_bytes: int | None,
+        cacheable_limit: int | None,
     ) -> None:
         self.store = store
         self.sessions = sessions
         self.stats = stats
         self.grace_bytes = grace_bytes
-        self.max_cacheable_bytes = max_cacheable_bytes
+        self.cacheable_limit = cacheable_limit
         self.queue: deque[SessionRequest] = deque()
         self.requests: dict[RequestKey, SessionRequest] = {}
         self.pending: dict[MMHash, Pending] = {}
@@ -58,9 +58,14 @@ class RequestAdmission:
         self.replaced: dict[MMHash, None] = {}  # what was made from them is to be forgotten
 
     # ---- questions -----------------------------------------------------------------------------
+    @property
+    def max_cacheable_bytes(self) -> int:
+        """Larger items are used and forgotten."""
+        limit = self.cacheable_limit
+        return self.store.capacity_bytes // 4 if limit is None else limit
+
     def is_cacheable(self, size_bytes: int) -> bool:
-        limit = self.max_cacheable_bytes
-        return size_bytes <= (self.store.capacity_bytes // 4 if limit is None else limit)
+        return size_bytes <= self.max_cacheable_bytes
 
     def _size(self, item: ItemRef) -> int:
         """An item's size as the store knows it; a peer's word counts only for unknown ones."""
@@ -181,7 +186,6 @@ class RequestAdmission:
             del self.requests[request.key]
             return
         request.state = State.QUEUED
-        request.queued_n = 0
         self.queue.append(request)
 
     def refetch(self, request: SessionRequest, damaged: Iterable[MMHash]) -> None:

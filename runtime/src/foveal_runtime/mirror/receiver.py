@@ -115,7 +115,6 @@ class Receiver:
         window = min(self.limits.max_window_bytes, left // self.limits.window_divisor)
         session = self.session_type(fid, hello.sid, hello.node, window)
         self.sessions[fid] = session
-        cacheable = self.limits.max_cacheable_bytes
         return Welcome(
             sid=session.sid,
             k=session.next_k(),
@@ -127,7 +126,7 @@ class Receiver:
             directory=self.directory(),
             bindings=tuple(self.bindings.table.items()),
             info=self.info,
-            max_cacheable_bytes=self.store.capacity_bytes // 4 if cacheable is None else cacheable,
+            max_cacheable_bytes=self.admission.max_cacheable_bytes,
             refusals=self.refusals.snapshot(),
             death=self.death,
         )
@@ -362,11 +361,8 @@ class Receiver:
         self._settle()
 
     def resize(self, capacity_bytes: int) -> None:
-        """Changes C, within the limits. A shrink below the pinned bytes lets them end first."""
-        limit = self.limits.max_capacity_bytes
-        wanted = capacity_bytes if limit is None else min(capacity_bytes, limit)
-        wanted = max(self.limits.min_capacity_bytes, wanted)
-        self.store.resize(wanted)
+        """Changes C. A shrink below the pinned bytes lets them end first."""
+        self.store.resize(max(self.limits.min_capacity_bytes, capacity_bytes))
         self.admission.grace_bytes = self._grace()
         self.admission.reject_hopeless()
         for session in self.sessions.values():

@@ -124,7 +124,6 @@ class ReceiverLimits:
         max_cacheable_bytes: larger items are used and forgotten; None = C / 4.
         max_window_bytes: largest window of one session. window_divisor: a session gets this part
             of what is left at most, so that there is always something left for the next one.
-        max_capacity_bytes: a resize cannot go above; None = no limit.
         max_sessions: HTTP processes: 256 pods of 24, and a quarter more during a rollout.
     """
 
@@ -135,7 +134,6 @@ class ReceiverLimits:
     max_cacheable_bytes: int | None = None
     max_window_bytes: int = 64 * MIB
     window_divisor: int = 2
-    max_capacity_bytes: int | None = None
     max_bindings: int = 16384
     max_sessions: int = 8192
     max_queued: int = 4096

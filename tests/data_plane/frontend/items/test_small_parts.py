@@ -231,6 +231,21 @@ def test_different_pictures_are_different_prefixes():
     assert not set(affinity_keys(ids, [b"x" * 32])) & set(affinity_keys(ids, [b"y" * 32]))
 
 
+def test_the_beginnings_of_long_prompts_and_four_items_are_remembered():
+    hashes = [bytes([number]) * 32 for number in range(9)]
+    assert affinity_keys([70_000] * 31, []) == []
+    assert len(affinity_keys([70_000] * 256, hashes)) == 4 + 2
+
+
+def test_the_prompt_met_longest_ago_is_forgotten_first():
+    router = Router(max_entries=2)
+    for key in (b"a", b"b", b"a", b"c"):
+        router.commit("x", [key])
+    two = [Candidate("x", 0), Candidate("y", 0)]
+    reasons = [router.choose(two, [key]).why for key in (b"a", b"b", b"c")]
+    assert reasons == ["remembered", "load", "remembered"]
+
+
 def test_cold_requests_spread():
     router, loads = Router(), {"a": 0, "b": 0, "c": 0}
     for index in range(30):

@@ -13,7 +13,7 @@ import itertools
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -98,14 +98,10 @@ class BlockHasher:
         request.hash_mm = item
 
 
-def max_hit_blocks(
-    request: Request, block_size: int, bidirectional: Literal["none", "item", "prompt"]
-) -> int:
+def max_hit_blocks(request: Request, block_size: int) -> int:
     """How many leading blocks a hit may cover at most: never the last known token, for its
-    logits are wanted; nothing when the whole prompt is one group (prefix-LM)."""
-    if bidirectional == "prompt" or not request.read_prefix_cache:
-        return 0
-    return (request.num_tokens - 1) // block_size
+    logits are wanted."""
+    return (request.num_tokens - 1) // block_size if request.read_prefix_cache else 0
 
 
 def meetings(

@@ -328,7 +328,7 @@ class Planner:
         if not self.table.is_caching:
             return []
         size = self.limits.block_size
-        most = max_hit_blocks(request, size, self.traits.bidirectional)
+        most = max_hit_blocks(request, size)
         hit = self.table.pool.lookup(request.block_hashes, most)
         if self.traits.bidirectional == "item" and hit:
             del hit[cut_to_groups(request.mm_inputs, len(hit), size) :]
@@ -339,7 +339,7 @@ class Planner:
         them than this one would have left to do: computing both at once would be twice the work."""
         size, mine = self.limits.block_size, request.block_hashes
         # Outputs that it made while it was withdrawn have no names.
-        most = min(max_hit_blocks(request, size, self.traits.bidirectional), len(mine))
+        most = min(max_hit_blocks(request, size), len(mine))
         if not self.table.is_caching or num_hit >= most:
             return False
         if now.computing is None:

@@ -81,7 +81,7 @@ class Router:
         if not able:
             return None
         bound = load_bound([c.load for c in able])
-        free = [c for c in able if c.load < bound] or able
+        free = [c for c in able if c.load < bound]  # never none: the bound is above the mean
         remembered: dict[str, int] = {}
         for rank, key in enumerate(affinity, start=1):
             name = self._memory.get(key)

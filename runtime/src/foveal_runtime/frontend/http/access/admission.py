@@ -148,6 +148,7 @@ class Gate:
     def check_integrity(self) -> None:
         uploading = {ticket for ticket in self._tickets if ticket.is_uploading}
         assert self.num_uploads == len(uploading) == sum(map(len, self._uploads.values()))
+        assert all(self._uploads.values()), "a client without uploads is remembered"
         assert self.num_requests == len(self._tickets) - len(uploading)
         assert self.num_tokens == sum(ticket.num_tokens for ticket in self._tickets)
         assert self.num_scores == sum(ticket.num_scores for ticket in self._tickets)
