@@ -85,10 +85,11 @@ class ProbedTemplate:
         more: dict[str, Any] = {"tool_calls": [call]} if has_calls else {}
         if role == "tool":
             more["tool_call_id"] = call["id"]
-        before = [] if role == "system" else [self._said("user")]
+        opens = role in ("system", "developer")  # templates may write the first message otherwise
+        before = [] if opens else [self._said("user")]
         if role == "tool":
             before.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        after = [self._said("user")] if role == "system" else []
+        after = [self._said("user")] if opens else []
         for content in ([{"type": "text", "text": _PROBE}], _PROBE):
             try:
                 out = self.apply([*before, {"role": role, "content": content, **more}, *after])
