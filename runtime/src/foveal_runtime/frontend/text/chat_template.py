@@ -27,6 +27,7 @@ from foveal_runtime.frontend.protocol.messages import (
     check_num_roles,
     check_variables,
 )
+from foveal_runtime.frontend.text.call_history import fit_calls
 from foveal_runtime.frontend.text.parts import join_messages, media_part
 from foveal_runtime.frontend.text.probed_template import TEMPLATE_ERRORS, ProbedTemplate
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
@@ -114,6 +115,8 @@ class ChatTemplate:
             [self._plain(messages[at], f"messages[{at}]", parts, pages or {}) for at in order],
             one_system=not self.probed.takes_later_systems,
         )
+        if any("tool_calls" in one for one in plain):
+            plain = fit_calls(plain, self.probed.call_rules)
         told: dict[str, Any] = {}
         if tools:
             self._check_text(json.dumps(tools, ensure_ascii=False), "tools")

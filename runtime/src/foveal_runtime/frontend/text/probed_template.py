@@ -7,6 +7,7 @@ calls are written. Nothing is known of a template by the name of its model.
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from foveal_runtime.frontend.grammars.formats import (
     Format,
     recognise,
 )
+from foveal_runtime.frontend.text.call_history import CallRules
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest
 
@@ -26,6 +28,7 @@ _PROBE = "fovealprobe"
 _LISTED = re.compile(f"['\"]text['\"]\\s*:\\s*['\"]{_PROBE}")
 """The probe's list of parts, written out as one."""
 _MAX_PROBED_ROLES = 64
+_SHORT_ID, _LONG_ID = "probe1234", "call_probe_0123456789"
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
     RecursionError,
@@ -81,7 +84,7 @@ class ProbedTemplate:
 
     def _probe_parts(self, role: str, has_calls: bool) -> bool:
         named = {"name": "x", "arguments": "{}" if self.arguments_as_text else {}}
-        call = {"id": "probe1234", "type": "function", "function": named}
+        call = {"id": _SHORT_ID, "type": "function", "function": named}
         more: dict[str, Any] = {"tool_calls": [call]} if has_calls else {}
         if role == "tool":
             more["tool_call_id"] = call["id"]
@@ -131,7 +134,7 @@ class ProbedTemplate:
         is_written = False
         for arguments, tools in product(({"a": "1"}, '{"a": "1"}'), (None, [tool])):
             named = {"name": _PROBE, "arguments": arguments}
-            call = {"id": "probe1234", "type": "function", "function": named}
+            call = {"id": _SHORT_ID, "type": "function", "function": named}
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
                 out = self.apply([self._said("user"), said], **({"tools": tools} if tools else {}))
@@ -146,6 +149,30 @@ class ProbedTemplate:
         known = (name for mark, name in UNTOLD if self._tokenizer.marks(mark))
         name = next(known, "" if self.takes_tools else "json")
         return FORMATS[name] if name else None
+
+    @cached_property
+    def call_rules(self) -> CallRules:
+        """What it takes of calls in a conversation."""
+        one = self._writes_calls(1, _LONG_ID)
+        any_id = one or not self._writes_calls(1, _SHORT_ID)
+        several = self._writes_calls(2, _LONG_ID if any_id else _SHORT_ID)
+        return CallRules(any_id, several or (any_id and not one))
+
+    def _writes_calls(self, num: int, name: str) -> bool:
+        """Whether so many calls of one message, with their results, come out."""
+        arguments: Any = "{}" if self.arguments_as_text else {}
+        calls: list[dict[str, Any]] = [
+            {"id": f"{number}{name[1:]}", "type": "function",
+             "function": {"name": f"{_PROBE}{number}", "arguments": arguments}}
+            for number in range(num)
+        ]  # fmt: skip
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            out = self.apply([self._said("user"), said, *results])
+        except TEMPLATE_ERRORS:
+            return False
+        return all(call["function"]["name"] in out for call in calls)
 
     def role(self, role: str, path: str) -> str:
         """The template's name of a role. A template without `developer` has `system`, one without
