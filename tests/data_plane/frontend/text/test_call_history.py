@@ -101,3 +101,22 @@ def test_media_of_results_keep_their_order() -> None:
     found = template(source).render(asked)
     assert found.text == "ut(b)[y<image>](a)[x<image>]"
     assert [part.uuid for part in found.parts] == ["0", "1"]
+
+
+ITEMS = PLAIN.replace("%s", "").replace(
+    ".name }}", ".name }}{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}"
+)
+WRITTEN = PLAIN.replace(".name }}", ".name }} {{ c.function.arguments | tojson }}")
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "Rome", "null"])
+def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: str) -> None:
+    """A call that max_tokens cut off made every later request with it a 400, where the template
+    goes through the arguments one by one (Qwen3.5, GLM)."""
+    asked = talk("x", results=("x",))
+    assert asked[1].tool_calls is not None
+    asked[1].tool_calls[0].function.arguments = arguments
+    assert template(ITEMS).render(asked).text == "ut(a)[0]"
+    assert template(WRITTEN).render(asked).text.startswith('ut(a "')
+    asked[1].tool_calls[0].function.arguments = '{"city": "Rome"}'
+    assert template(ITEMS).render(asked).text == "ut(a city=Rome)[0]"

@@ -217,6 +217,8 @@ class ChatTemplate:
                     arguments = found if isinstance(found, dict) else arguments
                 except (msgspec.DecodeError, RecursionError):
                     pass  # no JSON, or half a surrogate pair, which no tokenizer takes
+                if isinstance(arguments, str) and not self.probed.takes_odd_arguments:
+                    arguments = {}
             if self.probed.arguments_as_text and isinstance(arguments, dict):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             named = {"name": function.name, "arguments": arguments}

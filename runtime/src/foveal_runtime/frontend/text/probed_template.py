@@ -158,9 +158,15 @@ class ProbedTemplate:
         several = self._writes_calls(2, _LONG_ID if any_id else _SHORT_ID)
         return CallRules(any_id, several or (any_id and not one))
 
-    def _writes_calls(self, num: int, name: str) -> bool:
+    @cached_property
+    def takes_odd_arguments(self) -> bool:
+        """Whether a call may have arguments that are no object, as those that were cut off."""
+        return self._writes_calls(1, _SHORT_ID, '{"a') or not self._writes_calls(1, _SHORT_ID)
+
+    def _writes_calls(self, num: int, name: str, arguments: Any = None) -> bool:
         """Whether so many calls of one message, with their results, come out."""
-        arguments: Any = "{}" if self.arguments_as_text else {}
+        if arguments is None:
+            arguments = "{}" if self.arguments_as_text else {}
         calls: list[dict[str, Any]] = [
             {"id": f"{number}{name[1:]}", "type": "function",
              "function": {"name": f"{_PROBE}{number}", "arguments": arguments}}
