@@ -120,3 +120,24 @@ def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: str) 
     assert template(WRITTEN).render(asked).text.startswith('ut(a "')
     asked[1].tool_calls[0].function.arguments = '{"city": "Rome"}'
     assert template(ITEMS).render(asked).text == "ut(a city=Rome)[0]"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning"])
+def test_reasoning_comes_under_the_name_that_a_template_reads(name: str, sent: str) -> None:
+    """Solar's reads `reasoning`: what was sent back was left out."""
+    thought = "{% if m.NAME %}<think>{{ m.NAME }}</think>{% endif %}".replace("NAME", name)
+    found = template(PLAIN.replace(TEXT, thought + TEXT))
+    said = Message(role="assistant", content="t", **{sent: "hm"})
+    asked = [Message(role="user", content="u"), said]
+    assert found.render(asked).text == "u<think>hm</think>t"
+
+
+def test_a_template_that_takes_tools_and_writes_any_role_has_a_role_for_results() -> None:
+    """LFM2.5's names no `tool`: the model read results as the user's words."""
+    calls = "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}"
+    source = "{% for m in messages %}<|{{ m.role }}|>" + TEXT + calls + "{% endfor %}"
+    asked = talk("x", results=("x",))
+    assert template(source).render(asked).text == "<|user|>u<|assistant|>t(a)<|user|>0"
+    taught = template("{{ tools }}" + source)
+    assert taught.render(asked).text.endswith("<|user|>u<|assistant|>t(a)<|tool|>0")

@@ -181,7 +181,7 @@ class ChatTemplate:
         reasoning = message.reasoning_content or message.reasoning
         if reasoning:
             self._check_text(reasoning, f"{path}.reasoning_content")
-            plain["reasoning_content"] = reasoning
+            plain |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if message.content is None and message.role not in ("assistant", "tool"):
             raise InvalidRequest(f"{path}.content is missing", param=f"{path}.content")
         content: str | Sequence[ContentPart] = message.content if message.content else ""

@@ -181,19 +181,17 @@ class ProbedTemplate:
         return all(call["function"]["name"] in out for call in calls)
 
     def role(self, role: str, path: str) -> str:
-        """The template's name of a role. A template without `developer` has `system`, one without
-        `tool` reads results as the user's; another role must come out of a trial rendering."""
+        """The template's name of a role. A template without `developer` has `system`. One that does
+        not name `tool` reads results as the user's, unless it takes tools and writes any role (as
+        LFM2.5's does). Another role must come out of a trial rendering."""
         source = self.source or ""
         if role == "developer" and "developer" not in source:
             return "system"
         if role in ("tool", "function"):
-            return "tool" if "'tool'" in source or '"tool"' in source else "user"
-        known = self._roles.get(role)
-        if known is None:
-            known = self._takes(role)
-            if len(self._roles) < _MAX_PROBED_ROLES:
-                self._roles[role] = known
-        if not known:
+            named = "'tool'" in source or '"tool"' in source
+            is_any = self.takes_tools and "tool_calls" in source
+            return "tool" if named or (is_any and self._takes("tool")) else "user"
+        if not self._takes(role):
             if role == "developer":  # for templates that write one only at the beginning
                 return "system"
             raise InvalidRequest(
@@ -204,10 +202,15 @@ class ProbedTemplate:
         return role
 
     def _takes(self, role: str) -> bool:
-        try:
-            return _PROBE in self.apply([self._said("user"), self._said(role, _PROBE)])
-        except TEMPLATE_ERRORS:
-            return False
+        known = self._roles.get(role)
+        if known is None:
+            try:
+                known = _PROBE in self.apply([self._said("user"), self._said(role, _PROBE)])
+            except TEMPLATE_ERRORS:
+                known = False
+            if len(self._roles) < _MAX_PROBED_ROLES:
+                self._roles[role] = known
+        return known
 
     def apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         text = self._tokenizer.hf.apply_chat_template(
