@@ -257,3 +257,19 @@ def test_a_call_that_is_cut_off_before_its_name_is_not_text(name, tokenizer):
     detokenizer = Detokenizer(tokenizer, stops=["l", "C"], turn=turn)
     detokenizer.push(tokenizer.encode(row.begin + row.before, add_special_tokens=False))
     assert detokenizer.finish() == Piece("", 0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_where_a_call_is_required_its_beginning_is_no_text(name, tokenizer):
+    """`tool_choice: required` and few max_tokens gave `{"name": "lo` as the answer's text."""
+    row = FORMATS[name]
+    marks = tokenizer.marks(row.literals + "".join(THINK))
+    schemas = {"look": {"type": "object"}}
+    opening = row.begin + row.opening("look")
+    for think, before in ((None, ""), (THINK, ""), (THINK, "<think>hm</think>\n")):
+        turn = TurnFormat(row, schemas, think, False, marks, only_calls=True)
+        text, start = turn.encoded(before + opening), len(turn.encoded(before))
+        for end in range(start, len(text)):
+            content, reasoning, calls = read(turn, text[:end])
+            assert (content, reasoning, calls) == ("", "hm" if before else "", [])
+        assert [name for name, _ in read(turn, [text])[2]] == ["look"]

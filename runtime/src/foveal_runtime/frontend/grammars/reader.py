@@ -49,6 +49,7 @@ class TurnFormat:
         schemas: of the functions' parameters, by name.
         think: markers around reasoning. is_thinking: the prompt ends inside of it.
         marks: token id of each marker that is a token of its own.
+        only_calls: the output has no text.
     """
 
     row: Format | None = None
@@ -56,6 +57,7 @@ class TurnFormat:
     think: tuple[str, str] | None = None
     is_thinking: bool = False
     marks: Mapping[str, int] = field(default_factory=dict)
+    only_calls: bool = False
 
     @cached_property
     def texts(self) -> dict[int, str]:
@@ -131,14 +133,14 @@ class Reader:
 
     def finish(self) -> str:
         """The output is over: what was held back. A call that was cut off stays as it is; one that
-        has no name yet is not shown, because its marker is no text."""
+        has no name yet is not shown, because its marker is no text. Without a marker, its beginning
+        is text unless only calls were allowed."""
         rest, self._buffer = self._buffer, ""
         if self.is_reasoning:
             self._reason(rest)
-        elif self._state == self._read_opening and self._marker:
-            return ""
         elif not self.num_calls:
-            return self._shown(rest, is_last=True)
+            opens = self._state == self._read_opening and self._marker
+            return "" if opens or self._turn.only_calls else self._shown(rest, is_last=True)
         elif self._arguments is not None:
             self._emit(self._arguments.finish())
         return ""
