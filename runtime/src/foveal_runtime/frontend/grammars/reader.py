@@ -23,6 +23,7 @@ from foveal_runtime.frontend.grammars.formats import (
     is_raw,
     properties_of,
     split_marks,
+    takes_null,
 )
 
 _FIRST_MARK = 0xDC00
@@ -322,6 +323,8 @@ class _Params:
     def __init__(self, parts: Sequence[str], schema: Any) -> None:
         self._before, self._between, self._after = parts
         self._raw = {key: is_raw(one) for key, one, _ in properties_of(schema)}
+        self._nullable = {key for key, one, _ in properties_of(schema) if takes_null(one)}
+        self._may_be_null = False
         self._num = 0
         self._is_text: bool | None = None
         self._ended = False
@@ -333,8 +336,9 @@ class _Params:
                 if text.startswith(self._before) and self._between in text:
                     key, _, text = text[len(self._before) :].partition(self._between)
                     self._is_text = self._raw.get(key, False)
+                    self._may_be_null = self._is_text and key in self._nullable
                     out += ("{" if not self._num else ", ") + json.dumps(key) + ": "
-                    out += '"' if self._is_text else ""
+                    out += '"' if self._is_text and not self._may_be_null else ""
                     self._num += 1
                 elif self._before.startswith(text) or text.startswith(self._before):
                     return out, text, False
@@ -346,6 +350,11 @@ class _Params:
                 while size and not self._after.startswith(text[-size:]):
                     size -= 1
                 value, rest = text[: len(text) - size], text[len(text) - size :]
+            if self._may_be_null:
+                if not found and "null".startswith(value):
+                    return out, text, False
+                self._may_be_null, self._is_text = False, value != "null" or not found
+                out += '"' if self._is_text else ""
             out += _spelt(value) if self._is_text else value
             text = rest
             if not found:
