@@ -11,6 +11,7 @@ from foveal_runtime.frontend.testing.fake import FakeInputProcessor
 from foveal_runtime.frontend.testing.fake_tokenizer import IMAGE, byte_tokenizer
 from foveal_runtime.frontend.text.chat_template import ChatTemplate
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
+from foveal_runtime.plan.errors import InvalidRequest
 
 TEXT = "{{ m.content if m.content is string else m.content[0].text }}"
 CALL = "(%s{{ c.function.name }})"
@@ -141,3 +142,23 @@ def test_a_template_that_takes_tools_and_writes_any_role_has_a_role_for_results(
     assert template(source).render(asked).text == "<|user|>u<|assistant|>t(a)<|user|>0"
     taught = template("{{ tools }}" + source)
     assert taught.render(asked).text.endswith("<|user|>u<|assistant|>t(a)<|tool|>0")
+
+
+def test_what_the_user_says_after_a_result_is_its_end_where_a_template_takes_no_user_there() -> (
+    None
+):
+    """Mistral's templates: Claude Code sends text beside results, and every such turn was a 400."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' and not loop.first "
+        "and messages[loop.index0 - 1].role == 'tool' %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    ) + PLAIN
+    asked = talk("x", results=("x",))
+    parts = [TextPart(type="text", text="a"), TextPart(type="text", text="b")]
+    for content, text in (("go on", "go on"), (parts, "a\nb")):
+        said = [*asked, Message(role="user", content=content)]
+        assert template(source).render(said).text == f"ut(a)[0\n\n{text}]"
+        assert template(PLAIN).render(said).text.startswith("ut(a)[0]")
+    image = ImagePart(type="image_url", uuid="1")
+    with pytest.raises(InvalidRequest, match="alternate"):
+        template(source).render([*asked, Message(role="user", content=[image])])

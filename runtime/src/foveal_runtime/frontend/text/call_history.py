@@ -23,24 +23,48 @@ class CallRules:
     Attributes:
         any_id: ids of every form; else nine letters and digits.
         several: several calls in one message.
+        user_after: a message of the user after a result; else the model's must be next.
     """
 
     any_id: bool = True
     several: bool = True
+    user_after: bool = True
 
 
 def fit_calls(messages: Sequence[Plain], rules: CallRules) -> list[Plain]:
     """Results name the calls that they answer, those without an id the first that has no result
-    yet. Where a template takes one call at a time, each stands before its result."""
+    yet. Where a template takes one call at a time, each stands before its result; where it takes no
+    user after one, a text of the user's is the end of the last result."""
     out: list[Plain] = []
     calls = _OpenCalls(rules)
     for one in messages:
+        text = None if rules.user_after else _text_after(out, one)
         if one["role"] == "tool":
             out += calls.answered(one)
+        elif text is not None:
+            out[-1] = _with_text(out[-1], text)
         else:
             out += [*calls.left(), *calls.begin(one)]
     out += calls.left()
     return out if rules.any_id else [_with_short_ids(one) for one in out]
+
+
+def _text_after(before: Sequence[Plain], message: Plain) -> str | None:
+    """What the user says after a result; None where it is more than text."""
+    content = message["content"]
+    if message["role"] != "user" or not before or before[-1]["role"] != "tool":
+        return None
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return "\n".join(texts) if len(texts) == len(content) else None
+
+
+def _with_text(result: Plain, text: str) -> Plain:
+    content = result["content"]
+    if isinstance(content, str):
+        return {**result, "content": f"{content}\n\n{text}"}
+    return {**result, "content": [*content, {"type": "text", "text": text}]}
 
 
 class _OpenCalls:

@@ -7,6 +7,7 @@ calls are written. Nothing is known of a template by the name of its model.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -155,16 +156,21 @@ class ProbedTemplate:
         """What it takes of calls in a conversation."""
         one = self._writes_calls(1, _LONG_ID)
         any_id = one or not self._writes_calls(1, _SHORT_ID)
-        several = self._writes_calls(2, _LONG_ID if any_id else _SHORT_ID)
-        return CallRules(any_id, several or (any_id and not one))
+        name = _LONG_ID if any_id else _SHORT_ID
+        if any_id and not one:
+            return CallRules()
+        after = self._writes_calls(1, name, more=[self._said("user")])
+        return CallRules(any_id, self._writes_calls(2, name), after)
 
     @cached_property
     def takes_odd_arguments(self) -> bool:
         """Whether a call may have arguments that are no object, as those that were cut off."""
         return self._writes_calls(1, _SHORT_ID, '{"a') or not self._writes_calls(1, _SHORT_ID)
 
-    def _writes_calls(self, num: int, name: str, arguments: Any = None) -> bool:
-        """Whether so many calls of one message, with their results, come out."""
+    def _writes_calls(
+        self, num: int, name: str, arguments: Any = None, more: Sequence[dict[str, Any]] = ()
+    ) -> bool:
+        """Whether so many calls of one message, with their results and what follows, come out."""
         if arguments is None:
             arguments = "{}" if self.arguments_as_text else {}
         calls: list[dict[str, Any]] = [
@@ -175,7 +181,7 @@ class ProbedTemplate:
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
         said = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            out = self.apply([self._said("user"), said, *results])
+            out = self.apply([self._said("user"), said, *results, *more])
         except TEMPLATE_ERRORS:
             return False
         return all(call["function"]["name"] in out for call in calls)
