@@ -119,6 +119,33 @@ def test_min_tokens_is_obeyed_where_the_grammar_lets_it(sampler):
     assert len(sequence.output_token_ids) > 9
 
 
+def test_nothing_ends_within_reasoning_that_an_answer_must_follow(tmp_path):
+    """Regression: reasoning may hold any token, the end among them: the model ended there, and a
+    bound answer was empty text that "stop" called complete."""
+    hf = byte_tokenizer()
+    hf.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    hf.save_pretrained(tmp_path)
+    marks = {mark: hf.convert_tokens_to_ids(mark) for mark in ("<think>", "</think>")}
+    think = {"start": "<think>", "end": "</think>", "is_open": True, "budget": None}
+    turn = {
+        "format": "", "tools": [], "choice": "auto", "parallel": False, "think": think,
+        "marks": marks, "is_bound": True, "answer": grammar_of("choice", ["yes"]),
+    }  # fmt: skip
+    sequence = Sequence(options(grammar_of("turn", turn)))
+    grammars = Grammars(str(tmp_path), VOCAB + 2, [EOS])
+
+    def allowed(outputs):
+        words = grammars.words(sequence, sequence.sampling.grammar, outputs, 0)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits).tolist())
+
+    thought, answer = list(b"hm"), list(b"yes")
+    within = allowed(thought)
+    assert EOS not in within
+    assert {ord("a"), EOS + 1, marks["</think>"]} <= within
+    assert allowed([*thought, marks["</think>"], *answer]) == {EOS}
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "allowed"),
     [

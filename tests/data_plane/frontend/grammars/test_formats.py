@@ -256,3 +256,48 @@ def test_a_call_that_is_cut_off_before_its_name_is_not_text(name, tokenizer):
     detokenizer = Detokenizer(tokenizer, stops=["l", "C"], turn=turn)
     detokenizer.push(tokenizer.encode(row.begin + row.before, add_special_tokens=False))
     assert detokenizer.finish() == Piece("", 0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_where_a_call_is_required_its_beginning_is_no_text(name, tokenizer):
+    """`tool_choice: required` and few max_tokens gave `{"name": "lo` as the answer's text."""
+    row = FORMATS[name]
+    marks = tokenizer.marks(row.literals + "".join(THINK))
+    schemas = {"look": {"type": "object"}}
+    opening = row.begin + row.opening("look")
+    for think, before in ((None, ""), (THINK, ""), (THINK, "<think>hm</think>\n")):
+        turn = TurnFormat(row, schemas, think, False, marks, only_calls=True)
+        text, start = turn.encoded(before + opening), len(turn.encoded(before))
+        for end in range(start, len(text)):
+            content, reasoning, calls = read(turn, text[:end])
+            assert (content, reasoning, calls) == ("", "hm" if before else "", [])
+        assert [name for name, _ in read(turn, [text])[2]] == ["look"]
+
+
+NULLABLE = (
+    {"type": ["string", "null"]},
+    {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+    {"type": ["string", "null"], "enum": ["nu", "nullable", None]},
+    {"type": ["string", "null"], "minLength": 5},
+)
+
+
+@pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if row.arguments == "params"])
+@pytest.mark.parametrize("one", NULLABLE)
+def test_a_text_that_may_be_null_is_null_where_the_model_writes_it(name, one, tokenizer, library):
+    """`null` was the text "null", and where texts are bound, the model had to write one."""
+    schema = {"type": "object", "properties": {"a": one, "b": one}, "required": ["a", "b"]}
+    turn = turn_of(FORMATS[name], {"look": schema}, tokenizer)
+    texts = [*one.get("enum", ()), "nu", "null or not", "x"]
+    matcher = LLMatcher(library, grammar_of(turn, "required"), log_level=0)
+    written = render_calls(FORMATS[name], [("look", {"a": None, "b": None})], turn.schemas)
+    tokens = tokenizer.encode(written, add_special_tokens=False)
+    assert matcher.validate_tokens(tokens) == len(tokens)
+    for text in (None, *texts):
+        call = ("look", {"a": text, "b": None})
+        written = turn.encoded(render_calls(FORMATS[name], [call], turn.schemas))
+        for pieces in cuts(written, random.Random(name)):
+            assert json.loads(read(turn, pieces)[2][0][1]) == call[1]
+    schema["properties"]["a"] = {"type": "string"}
+    written = turn.encoded(render_calls(FORMATS[name], [("look", {"a": "null"})], turn.schemas))
+    assert json.loads(read(turn, [written])[2][0][1]) == {"a": "null"}

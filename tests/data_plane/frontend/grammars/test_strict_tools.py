@@ -153,3 +153,25 @@ def test_a_name_that_gemma_cannot_write_is_refused_at_every_level(odd, strict):
             compiled("gemma", of(a=schema), strict)
         assert caught.value.code == "schema_unsupported"
         assert caught.value.path.startswith("/0/function/parameters/properties/a")
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "qwen3_coder"])
+def test_a_number_of_properties_that_is_not_enforced_asks_for_no_others(name):
+    """Beside optional properties, `minProperties` of a tool that is not strict forced the model to
+    invent as many others."""
+    inner = {**of(x=TEXT, y=TEXT), "minProperties": 1, "maxProperties": 1}
+    schema = {**of(a=TEXT, b=inner), "minProperties": 1}
+    made = compiled(name, schema, strict=False)
+    for word in ("minProperties", "maxProperties"):
+        assert any(word in one for one in made["relaxed"]), made["relaxed"]
+    assert takes(name, made, schema, {"a": "t"})
+    assert takes(name, made, schema, {"b": {"x": "t"}})
+    closed = {**of(a=TEXT), "additionalProperties": False, "minProperties": 1}
+    answer = {**of(list={"type": "array", "uniqueItems": True}, a=closed), "minProperties": 1}
+    alone = compile_job("json", answer, False)
+    assert "/minProperties" in alone["relaxed"]
+    hf = byte_tokenizer()
+    library = LLTokenizer(hf.backend_tokenizer.to_str(), n_vocab=len(hf), eos_token=[EOS])
+    for text, is_taken in (('{"list": [1]}', True), ('{"a": {}}', False)):
+        matcher = LLMatcher(library, alone["grammar"], log_level=0)
+        assert (matcher.validate_tokens(list(text.encode())) == len(text)) == is_taken

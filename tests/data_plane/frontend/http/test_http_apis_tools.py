@@ -9,7 +9,7 @@ from foveal_runtime.frontend.engines.sequence import Delta
 from foveal_runtime.frontend.http.answers import Tally
 from foveal_runtime.frontend.http.apis.anthropic import MessageWriter
 from foveal_runtime.frontend.http.apis.openai_responses import ResponseWriter
-from foveal_runtime.frontend.protocol.openai_responses import ResponsesRequest
+from foveal_runtime.frontend.protocol.openai_responses import ResponsesRequest, response_fields
 
 PARAMETERS = {
     "type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"],
@@ -105,6 +105,21 @@ async def test_a_response_is_continued_with_its_own_items(harness: Any) -> None:
     harness.say[0] = "A dog."
     last = (await harness.http.post("/v1/responses", json=body)).json()
     assert last["output"][0]["content"][0]["text"] == "A dog."
+
+
+def test_reasoning_of_one_turn_is_kept_whole() -> None:
+    """Of reasoning before a message and before the call after it, the first was lost."""
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "u"},
+        {"type": "reasoning", "summary": [{"text": "first "}]},
+        {"role": "assistant", "content": "t"},
+        {"type": "reasoning", "content": [{"text": "then"}]}, call,
+        {"type": "function_call_output", "call_id": "c", "output": "r"},
+    ]  # fmt: skip
+    request = ResponsesRequest.model_validate({"input": items})
+    messages = response_fields(request)["messages"]
+    assert [one.get("reasoning_content") for one in messages] == [None, "first then", None]
 
 
 def tally() -> Tally:

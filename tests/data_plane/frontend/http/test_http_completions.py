@@ -47,6 +47,21 @@ async def test_several_prompts_and_choices(harness: Any) -> None:
     assert streamed == texts
 
 
+@pytest.mark.parametrize("prompt", ["abcd", [97, 98, 99, 100]])
+async def test_echo_shows_what_truncation_kept(harness: Any, prompt: Any) -> None:
+    """It showed the whole prompt, and offsets of tokens were those of another text."""
+    asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 2}
+    for size, text in ((2, "cdHe"), (9, "abcdHe")):
+        asked["truncate_prompt_tokens"] = size
+        answer = await post(harness, **asked)
+        (choice,) = answer["choices"]
+        assert choice["text"] == text
+        assert "".join(choice["logprobs"]["tokens"]) == text
+        assert choice["logprobs"]["text_offset"] == list(range(len(text)))
+        events = await harness.stream(PATH, **asked)
+        assert "".join(event["choices"][0]["text"] for event in events) == text
+
+
 async def test_echo_with_logprobs_covers_the_prompt(harness: Any) -> None:
     harness.say[0] = "cd"
     answer = await post(harness, prompt="ab", echo=True, logprobs=2, max_tokens=2)

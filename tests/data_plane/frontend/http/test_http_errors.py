@@ -169,7 +169,26 @@ async def test_paths_and_methods(harness: Any) -> None:
     assert check_shape(await harness.http.get("/v1/nothing"), 404)["code"] == "not_found"
     error = check_shape(await harness.http.get("/v1/chat/completions"), 405)
     assert error["code"] == "method_not_allowed"
+    assert error["message"] == "/v1/chat/completions does not take GET; use POST"
     assert check_shape(await harness.http.get("/v1/models/other"), 404)["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "did you mean /v1/messages?"),
+        ("/openai/v1/responses/", "did you mean /v1/responses?"),
+        ("/v1/nothing", "/docs shows the paths that are"),
+        ("/" + "x" * 5000, "/docs shows the paths that are"),
+    ],
+)
+async def test_a_path_that_is_not_served_names_the_one_that_is(
+    harness: Any, path: str, says: str
+) -> None:
+    """A base URL with or without /v1 is the usual mistake; it was told "Not Found" alone."""
+    error = check_shape(await harness.http.post(path, json={}), 404)
+    assert error["message"] == f"{path[:200]} is not served here; {says}"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,18 @@ async def test_text_beside_tools_is_text(harness: Any) -> None:
         assert "tool_calls" not in choice["message"]
 
 
+@pytest.mark.parametrize(("choice", "content"), [("required", ""), ("auto", '{"name": "lo')])
+async def test_what_is_cut_off_before_its_name_is_no_text_of_a_required_call(
+    harness: Any, choice: str, content: str
+) -> None:
+    harness.say[0] = CALLS
+    options = {"tools": [LOOK], "tool_choice": choice, "max_tokens": 12}
+    (found,) = (await harness.chat(**options)).json()["choices"]
+    assert (found["message"]["content"], found["finish_reason"]) == (content, "length")
+    events = await harness.stream(**harness.body(**options))
+    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events) == content
+
+
 async def test_a_round_trip(harness: Any) -> None:
     call = {"id": "call_1", "type": "function",
             "function": {"name": "look", "arguments": '{"at": "left"}'}}  # fmt: skip

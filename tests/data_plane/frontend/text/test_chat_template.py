@@ -259,3 +259,19 @@ def test_media_follow_a_system_message_to_the_beginning() -> None:
         "messages[1].content[1]",
         "messages[0].content[1]",
     ]
+
+
+def test_a_developer_message_at_the_beginning_is_no_printed_list() -> None:
+    """Gemma 4 writes the first message as text, later ones as parts: it showed the model
+    "[{'type': 'text', ...}]"."""
+    source = (
+        "{% if messages[0].role in ['system', 'developer'] %}<|system|>"
+        "{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}"
+        "{% else %}" + LISTS + "{% endif %}{% endfor %}"
+    )
+    found = template(source)
+    assert found.probed.content_format == "parts"
+    asked = [LATER[1], Message(role="user", content=PARTS), LATER[1]]
+    talk = found.render(asked, add_generation_prompt=False)
+    assert talk.text == "<|system|>two<|user|>a<image>b<|developer|>two"

@@ -214,6 +214,19 @@ def is_raw(schema: Any) -> bool:
     return kind == "string" or (isinstance(kind, list) and set(kind) == {"string", "null"})
 
 
+def takes_null(schema: Any) -> bool:
+    """Whether an argument may be null beside text: then the text `null` is that."""
+    if not isinstance(schema, dict):
+        return False
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(options, list):
+        return any(map(takes_null, options))
+    kind = schema.get("type")
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [None])
+    is_named = kind == "null" or (isinstance(kind, list) and "null" in kind)
+    return is_named and isinstance(values, list) and None in values
+
+
 def render_calls(
     row: Format, calls: Iterable[tuple[str, Mapping[str, Any]]], schemas: Mapping[str, Any]
 ) -> str:

@@ -23,6 +23,7 @@ from foveal_runtime.frontend.grammars.formats import (
     is_raw,
     properties_of,
     split_marks,
+    takes_null,
 )
 
 _FIRST_MARK = 0xDC00
@@ -49,6 +50,7 @@ class TurnFormat:
         schemas: of the functions' parameters, by name.
         think: markers around reasoning. is_thinking: the prompt ends inside of it.
         marks: token id of each marker that is a token of its own.
+        only_calls: the output has no text.
     """
 
     row: Format | None = None
@@ -56,6 +58,7 @@ class TurnFormat:
     think: tuple[str, str] | None = None
     is_thinking: bool = False
     marks: Mapping[str, int] = field(default_factory=dict)
+    only_calls: bool = False
 
     @cached_property
     def texts(self) -> dict[int, str]:
@@ -131,14 +134,14 @@ class Reader:
 
     def finish(self) -> str:
         """The output is over: what was held back. A call that was cut off stays as it is; one that
-        has no name yet is not shown, because its marker is no text."""
+        has no name yet is not shown, because its marker is no text. Without a marker, its beginning
+        is text unless only calls were allowed."""
         rest, self._buffer = self._buffer, ""
         if self.is_reasoning:
             self._reason(rest)
-        elif self._state == self._read_opening and self._marker:
-            return ""
         elif not self.num_calls:
-            return self._shown(rest, is_last=True)
+            opens = self._state == self._read_opening and self._marker
+            return "" if opens or self._turn.only_calls else self._shown(rest, is_last=True)
         elif self._arguments is not None:
             self._emit(self._arguments.finish())
         return ""
@@ -320,6 +323,8 @@ class _Params:
     def __init__(self, parts: Sequence[str], schema: Any) -> None:
         self._before, self._between, self._after = parts
         self._raw = {key: is_raw(one) for key, one, _ in properties_of(schema)}
+        self._nullable = {key for key, one, _ in properties_of(schema) if takes_null(one)}
+        self._may_be_null = False
         self._num = 0
         self._is_text: bool | None = None
         self._ended = False
@@ -331,8 +336,9 @@ class _Params:
                 if text.startswith(self._before) and self._between in text:
                     key, _, text = text[len(self._before) :].partition(self._between)
                     self._is_text = self._raw.get(key, False)
+                    self._may_be_null = self._is_text and key in self._nullable
                     out += ("{" if not self._num else ", ") + json.dumps(key) + ": "
-                    out += '"' if self._is_text else ""
+                    out += '"' if self._is_text and not self._may_be_null else ""
                     self._num += 1
                 elif self._before.startswith(text) or text.startswith(self._before):
                     return out, text, False
@@ -344,6 +350,11 @@ class _Params:
                 while size and not self._after.startswith(text[-size:]):
                     size -= 1
                 value, rest = text[: len(text) - size], text[len(text) - size :]
+            if self._may_be_null:
+                if not found and "null".startswith(value):
+                    return out, text, False
+                self._may_be_null, self._is_text = False, value != "null" or not found
+                out += '"' if self._is_text else ""
             out += _spelt(value) if self._is_text else value
             text = rest
             if not found:

@@ -6,6 +6,7 @@ that JSON Schema itself calls annotations.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -182,6 +183,25 @@ def _replace_format(schema: dict[str, Any]) -> None:
     else:
         together = schema.get("allOf")
         schema["allOf"] = [*(together if isinstance(together, list) else ()), {"pattern": pattern}]
+
+
+def without_counts(schema: Any) -> tuple[Any, list[str]]:
+    """A copy of a prepared schema without numbers of properties that the library cannot count:
+    beside optional ones it asks for so many others. And where they stood."""
+    loose = copy.deepcopy(schema)
+    found, left = [], [("", loose)]
+    while left:
+        path, part = left.pop()
+        if not isinstance(part, dict):
+            continue
+        left += [(path + step, child) for step, child in children(part)]
+        named, required = part.get("properties"), part.get("required")
+        wanted = required if isinstance(required, list) else []
+        is_open = part.get("additionalProperties") is not False
+        if is_open and isinstance(named, dict) and any(name not in wanted for name in named):
+            counts = [word for word in ("minProperties", "maxProperties") if word in part]
+            found += [f"{path}/{word}" for word in counts if part.pop(word) is not None]
+    return loose, found
 
 
 def words_of(schema: Mapping[str, Any]) -> list[str]:

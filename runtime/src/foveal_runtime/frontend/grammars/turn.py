@@ -20,6 +20,7 @@ from foveal_runtime.frontend.grammars.formats import (
     properties_of,
     render_gemma,
     split_marks,
+    takes_null,
 )
 from foveal_runtime.frontend.grammars.schema import SchemaError, check_names, escape, words_of
 
@@ -257,6 +258,7 @@ class _Writer:
             for one in options:
                 self._relax(one, _VALUES, place, tool, of="string")
             texts = [v for some in values for v in some or () if isinstance(v, str)]
+            texts += ["null"] if takes_null(schema) else []
             written = [self._literal(v) for v in texts if after not in v]
             if not written:
                 raise SchemaError("schema_unsupported", "no value of it can be written", place)
@@ -269,12 +271,13 @@ class _Writer:
             one = options[0]
             bounds = f"{{{one.get('minLength', 0)},{one.get('maxLength', '')}}}"
             bounds = "*" if bounds == "{0,}" else bounds
+        text = rf"({'null|' if takes_null(schema) else ''}(.|\n){bounds})"
         parts = split_marks(after, self._marks)
         marked = next((i for i, part in enumerate(parts) if part in self._marks), None)
         if marked is None:
-            return self._rule(rf"/(.|\n){bounds}{_escaped(after)}/", "[lazy]")
-        text = self._rule(rf"/(.|\n){bounds}{_escaped(''.join(parts[:marked]))}/")
-        return f"{text} {self._literal(''.join(parts[marked:]))}"
+            return self._rule(f"/{text}{_escaped(after)}/", "[lazy]")
+        rule = self._rule(f"/{text}{_escaped(''.join(parts[:marked]))}/")
+        return f"{rule} {self._literal(''.join(parts[marked:]))}"
 
     def _alternatives(self, schema: Any, place: str, tool: Mapping[str, Any]) -> list[Any]:
         """The alternatives of a schema, one for each type. What stands beside them is lost."""

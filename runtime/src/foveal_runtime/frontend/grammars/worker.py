@@ -20,7 +20,12 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, gbnf_to_lark
 
-from foveal_runtime.frontend.grammars.schema import SchemaError, children, prepare
+from foveal_runtime.frontend.grammars.schema import (
+    SchemaError,
+    children,
+    prepare,
+    without_counts,
+)
 from foveal_runtime.frontend.grammars.turn import turn_to_lark
 
 MAX_TAGS = 128
@@ -139,23 +144,28 @@ def _grammar(schema: Any, *, strict: bool) -> str:
 
 
 def _json(source: Any, strict: bool) -> dict[str, Any]:
-    schema = prepare(source)
+    grammar, relaxed, _ = _bound(prepare(source), strict)
+    return {"grammar": grammar, "relaxed": relaxed}
+
+
+def _bound(schema: Any, strict: bool) -> tuple[str, list[str], Any]:
+    """(grammar, what is not enforced, the schema without what would be misread)."""
     grammar = _grammar(schema, strict=True)
     failed, messages = _validate(grammar)
-    if failed and not strict:
-        grammar = _grammar(schema, strict=False)
-        failed, dropped = _validate(grammar)
+    if not failed:
+        return grammar, [], schema
+    if not strict:
+        loose, counts = without_counts(schema)
+        grammar = _grammar(loose, strict=False)
+        failed, messages = _validate(grammar)
         if not failed:
-            return {"grammar": grammar, "relaxed": [_first_line(one) for one in dropped]}
-        messages = dropped
-    if failed:
-        message = _first_line(messages[0])
-        code = "schema_invalid"
-        for known, said in _UNSUPPORTED.items():
-            if known.search(message):
-                code, message = "schema_unsupported", said or message
-        raise SchemaError(code, message, _locate(schema, strict))
-    return {"grammar": grammar, "relaxed": []}
+            return grammar, [*counts, *map(_first_line, messages)], loose
+    message = _first_line(messages[0])
+    code = "schema_invalid"
+    for known, said in _UNSUPPORTED.items():
+        if known.search(message):
+            code, message = "schema_unsupported", said or message
+    raise SchemaError(code, message, _locate(schema, strict))
 
 
 def _turn(turn: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +182,7 @@ def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     if tools and _refused_calls(turn):
         for index, tool in enumerate(tools):
             try:
-                found = _json(tool["parameters"], tool["strict"])["relaxed"]
+                _, found, tool["parameters"] = _bound(tool["parameters"], tool["strict"])
                 turn_to_lark(_calls_alone(turn, [tool]), {})
             except SchemaError as error:
                 raise SchemaError(error.code, error.message, _of_tool(index, error.path)) from error

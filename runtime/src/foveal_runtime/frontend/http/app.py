@@ -8,7 +8,7 @@ module loads no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ def build_app(
     if mirrors is not None:
         api.include_router(build_debug_router(mirrors))
     describe(api, needs_key=keys is not None, with_page=config.page and config.task != "embed")
-    _add_error_handlers(api)
+    _add_error_handlers(api, {getattr(route, "path", "") for route in routes})
     guarded = RequireKey(Intake(Direct(api, routes), gate), keys, admin_keys, inject_keys)
     context = RequestContext(LoadReport(guarded, generator), gate, metrics, tracing or Tracing())
     asgi = allow_origins(context, config.allowed_origins)
@@ -174,7 +174,9 @@ def _embedder(config: FrontendConfig) -> Embedder:
     return read_embedder(config.model.path, config.pooling)
 
 
-def _add_error_handlers(api: FastAPI) -> None:
+def _add_error_handlers(api: FastAPI, known: Collection[str]) -> None:
+    """`known` are the paths of the API."""
+
     @api.exception_handler(FovealError)
     async def foveal_error(request: Request, error: FovealError) -> Response:
         request.scope["foveal.error"] = error.code
@@ -197,7 +199,7 @@ def _add_error_handlers(api: FastAPI) -> None:
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return http_exception_response(request.scope, error)
+        return http_exception_response(request.scope, error, known)
 
 
 _STREAMS = {

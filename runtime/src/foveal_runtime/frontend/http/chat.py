@@ -334,7 +334,9 @@ def plan_turn(
     if row is None and think is None:
         return None, None
     is_open = think is not None and _ends_in_thought(request, think, prompt)
-    turn = TurnFormat(row, calls.schemas() if calls else {}, think, is_open, marks)
+    only_calls = calls is not None and calls.choice == "required"
+    schemas = calls.schemas() if calls is not None else {}
+    turn = TurnFormat(row, schemas, think, is_open, marks, only_calls)
     is_bound = bool(answer.grammar)
     if calls is None and not is_bound and budget is None:
         return turn, None

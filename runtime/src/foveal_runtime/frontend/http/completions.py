@@ -161,9 +161,11 @@ async def whole_answer(run: CompletionRun) -> dict[str, Any]:
 
 
 def _echo_text(run: CompletionRun, index: int) -> str:
-    """The prompt as the user wrote it, or its tokens' text."""
-    prompt = prompts_of(run.request.prompt)[index // run.num_choices]
-    return prompt if isinstance(prompt, str) else run.service.tokenizer.decode(prompt)
+    """The prompt as the user wrote it, or its tokens' text, of which some may be cut off."""
+    prompt, job = prompts_of(run.request.prompt)[index // run.num_choices], run.job_of(index)
+    if isinstance(prompt, str) and not job.is_truncated:
+        return prompt
+    return run.service.tokenizer.decode(job.token_ids)
 
 
 def _offsets(
@@ -173,14 +175,13 @@ def _offsets(
     The first `num_prompt` are the prompt's. Tokens that the text leaves out have no width."""
     tokenizer, out = run.service.tokenizer, [offset]
     hides = run.request.skip_special_tokens is not False
-    prompt = prompts_of(run.request.prompt)[index // run.num_choices]
+    prompt = _echo_text(run, index) if num_prompt else ""
     starts = bool(num_prompt)
     for number, token_id in enumerate(token_ids):
         hidden = token_id in tokenizer.special_ids and (
             hides
             if number >= num_prompt
-            else isinstance(prompt, str)
-            and not prompt.startswith(tokenizer.token_text(token_id), out[-1])
+            else not prompt.startswith(tokenizer.token_text(token_id), out[-1])
         )
         out.append(out[-1] + (0 if hidden else num_chars(tokenizer, token_id, starts=starts)))
         starts = starts and hidden

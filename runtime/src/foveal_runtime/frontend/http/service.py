@@ -206,6 +206,8 @@ class Job:
     hold: Hold
     turn: TurnFormat | None = None
     """How reasoning and tool calls are read."""
+    is_truncated: bool = False
+    """The prompt's beginning was cut off."""
     items: Sequence[PreparedItem] = ()
     """Known once `open_run` has prepared the job."""
 
@@ -285,6 +287,7 @@ def make_job(
     if not token_ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
     limit = service.max_model_len()
+    num_given = len(token_ids)
     token_ids = _truncated(request, token_ids, parts, limit)
     room = limit - len(token_ids)
     if room < 1:
@@ -326,6 +329,7 @@ def make_job(
         continues_prompt=continues_prompt,
         hold=hold,
         turn=turn,
+        is_truncated=len(token_ids) < num_given,
     )
 
 

@@ -286,7 +286,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         elif not out or out[-1]["role"] != "assistant":
             out.append({"role": "assistant", "content": None})
         if out[-1]["role"] == "assistant" and reasoning:
-            out[-1]["reasoning_content"] = reasoning
+            out[-1]["reasoning_content"] = out[-1].get("reasoning_content", "") + reasoning
             reasoning = ""
         if isinstance(item, CallItem):
             function = {"name": item.name, "arguments": item.arguments}

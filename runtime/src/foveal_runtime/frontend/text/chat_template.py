@@ -27,6 +27,7 @@ from foveal_runtime.frontend.protocol.messages import (
     check_num_roles,
     check_variables,
 )
+from foveal_runtime.frontend.text.call_history import fit_calls
 from foveal_runtime.frontend.text.parts import join_messages, media_part
 from foveal_runtime.frontend.text.probed_template import TEMPLATE_ERRORS, ProbedTemplate
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
@@ -114,6 +115,8 @@ class ChatTemplate:
             [self._plain(messages[at], f"messages[{at}]", parts, pages or {}) for at in order],
             one_system=not self.probed.takes_later_systems,
         )
+        if any("tool_calls" in one for one in plain):
+            plain = fit_calls(plain, self.probed.call_rules)
         told: dict[str, Any] = {}
         if tools:
             self._check_text(json.dumps(tools, ensure_ascii=False), "tools")
@@ -178,7 +181,7 @@ class ChatTemplate:
         reasoning = message.reasoning_content or message.reasoning
         if reasoning:
             self._check_text(reasoning, f"{path}.reasoning_content")
-            plain["reasoning_content"] = reasoning
+            plain |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if message.content is None and message.role not in ("assistant", "tool"):
             raise InvalidRequest(f"{path}.content is missing", param=f"{path}.content")
         content: str | Sequence[ContentPart] = message.content if message.content else ""
@@ -214,6 +217,8 @@ class ChatTemplate:
                     arguments = found if isinstance(found, dict) else arguments
                 except (msgspec.DecodeError, RecursionError):
                     pass  # no JSON, or half a surrogate pair, which no tokenizer takes
+                if isinstance(arguments, str) and not self.probed.takes_odd_arguments:
+                    arguments = {}
             if self.probed.arguments_as_text and isinstance(arguments, dict):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             named = {"name": function.name, "arguments": arguments}

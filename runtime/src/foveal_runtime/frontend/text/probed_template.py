@@ -7,6 +7,8 @@ calls are written. Nothing is known of a template by the name of its model.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -19,6 +21,7 @@ from foveal_runtime.frontend.grammars.formats import (
     Format,
     recognise,
 )
+from foveal_runtime.frontend.text.call_history import CallRules
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest
 
@@ -26,6 +29,7 @@ _PROBE = "fovealprobe"
 _LISTED = re.compile(f"['\"]text['\"]\\s*:\\s*['\"]{_PROBE}")
 """The probe's list of parts, written out as one."""
 _MAX_PROBED_ROLES = 64
+_SHORT_ID, _LONG_ID = "probe1234", "call_probe_0123456789"
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
     RecursionError,
@@ -81,14 +85,15 @@ class ProbedTemplate:
 
     def _probe_parts(self, role: str, has_calls: bool) -> bool:
         named = {"name": "x", "arguments": "{}" if self.arguments_as_text else {}}
-        call = {"id": "probe1234", "type": "function", "function": named}
+        call = {"id": _SHORT_ID, "type": "function", "function": named}
         more: dict[str, Any] = {"tool_calls": [call]} if has_calls else {}
         if role == "tool":
             more["tool_call_id"] = call["id"]
-        before = [] if role == "system" else [self._said("user")]
+        opens = role in ("system", "developer")  # templates may write the first message otherwise
+        before = [] if opens else [self._said("user")]
         if role == "tool":
             before.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        after = [self._said("user")] if role == "system" else []
+        after = [self._said("user")] if opens else []
         for content in ([{"type": "text", "text": _PROBE}], _PROBE):
             try:
                 out = self.apply([*before, {"role": role, "content": content, **more}, *after])
@@ -130,7 +135,7 @@ class ProbedTemplate:
         is_written = False
         for arguments, tools in product(({"a": "1"}, '{"a": "1"}'), (None, [tool])):
             named = {"name": _PROBE, "arguments": arguments}
-            call = {"id": "probe1234", "type": "function", "function": named}
+            call = {"id": _SHORT_ID, "type": "function", "function": named}
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
                 out = self.apply([self._said("user"), said], **({"tools": tools} if tools else {}))
@@ -146,20 +151,53 @@ class ProbedTemplate:
         name = next(known, "" if self.takes_tools else "json")
         return FORMATS[name] if name else None
 
+    @cached_property
+    def call_rules(self) -> CallRules:
+        """What it takes of calls in a conversation."""
+        one = self._writes_calls(1, _LONG_ID)
+        any_id = one or not self._writes_calls(1, _SHORT_ID)
+        name = _LONG_ID if any_id else _SHORT_ID
+        if any_id and not one:
+            return CallRules()
+        after = self._writes_calls(1, name, more=[self._said("user")])
+        return CallRules(any_id, self._writes_calls(2, name), after)
+
+    @cached_property
+    def takes_odd_arguments(self) -> bool:
+        """Whether a call may have arguments that are no object, as those that were cut off."""
+        return self._writes_calls(1, _SHORT_ID, '{"a') or not self._writes_calls(1, _SHORT_ID)
+
+    def _writes_calls(
+        self, num: int, name: str, arguments: Any = None, more: Sequence[dict[str, Any]] = ()
+    ) -> bool:
+        """Whether so many calls of one message, with their results and what follows, come out."""
+        if arguments is None:
+            arguments = "{}" if self.arguments_as_text else {}
+        calls: list[dict[str, Any]] = [
+            {"id": f"{number}{name[1:]}", "type": "function",
+             "function": {"name": f"{_PROBE}{number}", "arguments": arguments}}
+            for number in range(num)
+        ]  # fmt: skip
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            out = self.apply([self._said("user"), said, *results, *more])
+        except TEMPLATE_ERRORS:
+            return False
+        return all(call["function"]["name"] in out for call in calls)
+
     def role(self, role: str, path: str) -> str:
-        """The template's name of a role. A template without `developer` has `system`, one without
-        `tool` reads results as the user's; another role must come out of a trial rendering."""
+        """The template's name of a role. A template without `developer` has `system`. One that does
+        not name `tool` reads results as the user's, unless it takes tools and writes any role (as
+        LFM2.5's does). Another role must come out of a trial rendering."""
         source = self.source or ""
         if role == "developer" and "developer" not in source:
             return "system"
         if role in ("tool", "function"):
-            return "tool" if "'tool'" in source or '"tool"' in source else "user"
-        known = self._roles.get(role)
-        if known is None:
-            known = self._takes(role)
-            if len(self._roles) < _MAX_PROBED_ROLES:
-                self._roles[role] = known
-        if not known:
+            named = "'tool'" in source or '"tool"' in source
+            is_any = self.takes_tools and "tool_calls" in source
+            return "tool" if named or (is_any and self._takes("tool")) else "user"
+        if not self._takes(role):
             if role == "developer":  # for templates that write one only at the beginning
                 return "system"
             raise InvalidRequest(
@@ -170,10 +208,15 @@ class ProbedTemplate:
         return role
 
     def _takes(self, role: str) -> bool:
-        try:
-            return _PROBE in self.apply([self._said("user"), self._said(role, _PROBE)])
-        except TEMPLATE_ERRORS:
-            return False
+        known = self._roles.get(role)
+        if known is None:
+            try:
+                known = _PROBE in self.apply([self._said("user"), self._said(role, _PROBE)])
+            except TEMPLATE_ERRORS:
+                known = False
+            if len(self._roles) < _MAX_PROBED_ROLES:
+                self._roles[role] = known
+        return known
 
     def apply(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         text = self._tokenizer.hf.apply_chat_template(

@@ -63,8 +63,9 @@ class Grammars:
     ) -> np.ndarray:
         """The allowed tokens as bits, i32 (ceil(V / 32)), lowest bit first.
 
-        Before `min_tokens` outputs, end tokens are allowed only where nothing else is. Raises
-        ValueError, with a reason for the client, when the grammar cannot go on after `outputs`.
+        Before `min_tokens` outputs, and where a grammar takes any token but may not end, end tokens
+        are allowed only where nothing else is. Raises ValueError, with a reason for the client,
+        when the grammar cannot go on after `outputs`.
         """
         begin = time.perf_counter()
         matcher, known = self._state(sequence, grammar)
@@ -76,7 +77,7 @@ class Grammars:
             raise ValueError("the grammar needs more time or memory than it may have")
         if np.count_nonzero(bits) == 1:
             bits = self._spelt(matcher, bits)
-        if len(outputs) < min_tokens:
+        if len(outputs) < min_tokens or not matcher.is_accepting():
             bits = self._without_ends(bits)
         self.stats.mask_seconds += time.perf_counter() - begin
         return bits

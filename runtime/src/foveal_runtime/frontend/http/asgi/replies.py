@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
@@ -29,6 +29,9 @@ _UNION_BRANCH = re.compile(r"[\[\](]")
 _TAGGED = "tagged-union["
 _BRANCHES = frozenset({"str", "list", "int", "float", "bool", "constrained-str"})
 _MAX_MESSAGE_CHARS = 2000
+_MAX_PATH_CHARS = 200
+_PREFIX = re.compile(r"^(/+v1|/+api|/+openai|/+anthropic)*(?=/)")
+"""What clients put before the paths of the API, or put there twice."""
 _NOT_IN_HEADERS = re.compile(r"[^ -~]")
 
 
@@ -89,12 +92,20 @@ def internal_error(request_id: str) -> dict[str, Any]:
     )
 
 
-def http_exception_response(scope: Scope, error: HTTPException) -> Response:
-    """Unknown paths, wrong methods and the like."""
+def http_exception_response(scope: Scope, error: HTTPException, known: Collection[str]) -> Response:
+    """Unknown paths, wrong methods and the like. `known` are the paths that are served."""
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    headers = dict(error.headers) if error.headers else None
-    return failure(scope, plain_body(str(error.detail), kind, code), error.status_code, headers)
+    headers = dict(error.headers) if error.headers else {}
+    message, path = str(error.detail), scope["path"][:_MAX_PATH_CHARS]
+    if error.status_code == 404:
+        meant = "/v1" + _PREFIX.sub("", path).rstrip("/")
+        use = f"did you mean {meant}?" if meant in known else "/docs shows the paths that are"
+        message = f"{path} is not served here; {use}"
+    elif error.status_code == 405:
+        allowed = {name.lower(): value for name, value in headers.items()}.get("allow", "another")
+        message = f"{path} does not take {scope['method']}; use {allowed}"
+    return failure(scope, plain_body(message, kind, code), error.status_code, headers or None)
 
 
 def validation_response(scope: Scope, error: RequestValidationError) -> Response:
