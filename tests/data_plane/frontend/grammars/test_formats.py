@@ -19,6 +19,7 @@ from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
 from foveal_runtime.frontend.text.detokenizer import Detokenizer, Piece
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 
+THINK = ("<think>", "</think>")
 MARKS = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]",
     "<|tool_call>", "<tool_call|>", '<|"|>', "<｜tool▁calls▁begin｜>",
