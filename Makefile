@@ -59,8 +59,8 @@ check: $(VENV)/.dev ## ruff, mypy --strict, import contracts
 # Two workers; tests of a file, and all of tests/processes, share one, and so their started servers.
 WORKERS ?= 2
 LOCAL := not slow and not faults and not hostile and not api_server and not cluster
-RUN_TESTS := OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q -n $(WORKERS) \
-  --dist loadscope --no-loadscope-reorder
+SHARED := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+RUN_TESTS := OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/pytest -q $(SHARED)
 
 test: $(VENV)/.dev ## the tests that run for every change (no GPU, no cluster, no root; minutes)
 	@$(RUN_TESTS) -m "$(LOCAL) and not extended"
@@ -76,7 +76,7 @@ docs: $(VENV)/.dev ## links of every page; shell blocks marked as runnable, with
 control-plane: $(VENV)/.dev ## schema, objects and operator against a real API server (builds it once: 15 to 25 minutes)
 	@e2e/cluster/build.sh
 	@(e2e/tools/build.sh helm3 argo-cd && e2e/tools/crds.sh argo) || echo "not built: tests of Argo CD are skipped"
-	@timeout 2400 $(RUN_TESTS) -m "api_server and not slow" tests/control_plane/api_server
+	@timeout 2400 $(VENV)/bin/pytest -q $(SHARED) -m "api_server and not slow" tests/control_plane/api_server
 
 goals: $(VENV)/.dev ## what a resource costs the operator, with 100 of them, beside each goal (five minutes)
 	@e2e/cluster/build.sh
