@@ -16,20 +16,10 @@ from foveal_runtime.frontend.media.timed import decode_audio
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 from foveal_runtime.wire.item import view_item
+from tests.support.media_files import Pipe
 
 RATE = 16000
 LIMITS = ModalityLimits(max_seconds=2.5)
-
-
-class Pipe:
-    """A place that can be written to, and not gone back in: nothing at the start is put right."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, piece: bytes) -> int:
-        self.data += piece
-        return len(piece)
 
 
 def recorded(kind: str, codec: str, layout: str, *shares: float, seconds: float = 1.0) -> bytes:

@@ -14,20 +14,10 @@ from foveal_runtime.frontend.media.hashing import decode_data_url
 from foveal_runtime.frontend.media.timed import decode_video
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaTooLarge
+from tests.support.media_files import Pipe
 
 NUM_FRAMES = 16
 LIMITS = ModalityLimits(max_pixels=100_000, max_seconds=2.5, max_frames=NUM_FRAMES)
-
-
-class Pipe:
-    """A place that can be written to, and not gone back in: nothing at the start is put right."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, piece: bytes) -> int:
-        self.data += piece
-        return len(piece)
 
 
 def recorded(kind: str, codec: str, num_frames: int = NUM_FRAMES, every: int = 1) -> bytes:
