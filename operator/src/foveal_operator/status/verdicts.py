@@ -230,9 +230,8 @@ def _role_ready(
 
 def _paused(deployment: Obj | None) -> str:
     """What `kubectl rollout pause` leaves behind: no pod and no condition of pods tells of it."""
-    if not (deployment or {}).get("spec", {}).get("paused"):
+    if deployment is None or not deployment.get("spec", {}).get("paused"):
         return ""
-    assert deployment is not None
     name = deployment["metadata"]["name"]
     return f"; Deployment {name} is paused: resume it, kubectl rollout resume deployment/{name}"
 

@@ -200,14 +200,10 @@ def _leaves(root: type[FovealError]) -> dict[str, type[FovealError]]:
     return found
 
 
+_RAISED: dict[str, type[FovealError]] = {FovealError.code: FovealError, **_leaves(FovealError)}
 SERVER_FAULTS = tuple(
     sorted(
-        {FovealError.code}
-        | {
-            code
-            for code, leaf in _leaves(FovealError).items()
-            if leaf.status >= 500 and leaf is not StartupError
-        }
+        code for code, leaf in _RAISED.items() if leaf.status >= 500 and leaf is not StartupError
     )
 )
 """Codes of requests that the server failed, before its answer began or in the middle of it."""
