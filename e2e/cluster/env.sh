@@ -56,5 +56,6 @@ need_gib() {
 
 kubectl_admin() { kubectl --kubeconfig "$state/pki/admin.kubeconfig" "$@"; }
 buildah_here() {
-  buildah --root "$store/storage" --runroot "$store/run" --storage-driver overlay "$@"
+  mkdir -p "$store/tmp"
+  TMPDIR=$store/tmp buildah --root "$store/storage" --runroot "$store/run" --storage-driver overlay "$@"
 }

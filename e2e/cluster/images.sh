@@ -137,4 +137,5 @@ tiny-vlm() {
 [ $# -gt 0 ] || set -- pause coredns tiny-vlm operator runtime
 need_gib "$(gib)" "images"
 buildah_here rm --all >/dev/null 2>&1 || true  # what a stopped build left behind, with its mounts
+rm -rf "${store:?}/tmp"                        # and layers that it was about to write
 for image in "$@"; do timed "$image"; done

@@ -36,6 +36,7 @@ def tree(tmp_path: Path) -> Path:
 def run(tree: Path, seconds: int = 0) -> subprocess.CompletedProcess[str]:
     """`seconds`: for how long it has run already, by bash's own count."""
     environment = {**os.environ, "PATH": f"{tree}/bin:{os.environ['PATH']}"}
+    environment["XDG_CACHE_HOME"] = str(tree / "cache")
     return subprocess.run(
         [tree / ".ci/run"], env={**environment, "SECONDS": str(seconds)}, capture_output=True,
         text=True, timeout=120, check=False,
@@ -47,6 +48,28 @@ def test_what_steps_skip_is_named_at_the_end(tree: Path) -> None:
     done = run(tree)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "SKIPPED: make chart: no Helm 4"
+
+
+@pytest.mark.parametrize(
+    ("cached", "built", "gib", "lacks"),
+    [
+        (False, True, 14, 15),
+        (True, False, 14, 15),
+        (True, True, 14, None),  # regression: refused for what no step would write
+        (True, True, 5, 6),
+    ],
+)
+def test_disk_is_asked_for_what_is_still_missing(
+    tree: Path, cached: bool, built: bool, gib: int, lacks: int | None
+) -> None:
+    (tree / "bin/df").write_text(f"#!/bin/sh\necho Avail; echo {gib * 1024 * 1024}\n")
+    (tree / "e2e/cluster/build.sh").write_text(f"#!/bin/sh\nexit {0 if built else 1}\n")
+    if cached:
+        (tree / "cache/foveal-tests").mkdir(parents=True)
+    done = run(tree)
+    assert done.returncode == (1 if lacks else 0), done.stderr
+    said = f"needs {lacks} GiB of free disk, found {gib} GiB\n" if lacks else ""
+    assert done.stderr == said
 
 
 def test_kernels_are_required(tree: Path) -> None:
