@@ -33,6 +33,7 @@ HEADERS = (
 )
 VARIANTS = (
     {
+        "generic": ["-march=x86-64"],
         "v3": ["-march=x86-64-v3"],
         "v4": ["-march=x86-64-v4"],
         "v4_bf16": ["-march=x86-64-v4", "-mavx512bf16"],

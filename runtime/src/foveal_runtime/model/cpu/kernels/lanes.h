@@ -36,6 +36,14 @@
 #define COLUMNS 8
 #endif
 
+/* Before loops over a head's dimensions or a tile's tokens: unrolled whole. Of vectors of four that
+ * would be so much code that GCC takes minutes over it on arm64. */
+#if LANES == 4
+#define UNROLL _Pragma("GCC unroll 4")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));

@@ -66,7 +66,7 @@ INLINE void score_tile(const int dim, const int dots, const float *query, const 
         for (int t = 0; t < LANES; t++) {
             const float *k = row[piece * LANES + t];
             vec sum = dots ? splat(0.0f) : load(query) * load(k);
-#pragma GCC unroll 64
+            UNROLL
             for (int d = first; d < deep; d += LANES)
                 if (!dots) sum += load(query + d) * load(k + d);
                 else if (d + LANES <= deep) sum = add_dots(sum, load(query + d), load(k + d));
@@ -89,7 +89,7 @@ INLINE void add_tile(const int dim, const int dots, float *acc, const float *wei
         vec sum[COLUMNS];
 #pragma GCC unroll 16
         for (int c = 0; c < count; c++) sum[c] = load(acc + low + c * LANES);
-#pragma GCC unroll 16
+        UNROLL
         for (int t = 0; t < depth; t++) {
             vec w = dots ? splat_bits(weight + t) : splat(weight[t]);
 #pragma GCC unroll 16
@@ -161,7 +161,7 @@ INLINE void tile_rows(const int dim, const int dtype, const void *pool, const in
         } else {
             const uint16_t *from = (const uint16_t *)pool + offset[t];
             float *to = wide + t * dim;
-#pragma GCC unroll 64
+            UNROLL
             for (int d = 0; d < dim; d += LANES) store(to + d, load_bf16(from + d));
             row[t] = to;
         }
