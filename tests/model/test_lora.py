@@ -265,7 +265,7 @@ def test_refused_tensors(tiny, tmp_path, key: str, shape: tuple[int, ...], text:
 def test_refused_files(tiny, tmp_path) -> None:
     loaded = load_model(str(tiny("llama")))
     at = write_adapter(tmp_path / "a", loaded.model, 1)
-    _refused(loaded, at, "for adapters .caches.lora_bytes. are in use", capacity=1000)
+    _refused(loaded, at, "for adapters .--lora-memory, engine.lora.memory. are", capacity=1000)
     weights = at / "adapter_model.safetensors"
     weights.rename(at / "adapter_model.bin")
     _refused(loaded, at, "pickle")

@@ -5,8 +5,11 @@ Used by every package: documents say where an adapter lies, requests and cache k
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +21,22 @@ MAX_RANK = 512
 """The largest that other servers take, too; common adapters have 8 to 64."""
 TERM_BYTES = 32 << 20
 """What a layer computes of adapters' terms at once: of as many rows as fit, and at least of one."""
+_CONFIG, _PICKLE = "adapter_config.json", "adapter_model.bin"
+_CHANGES_MORE = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules (modules_to_save)",
+    "lora_bias": "biases (lora_bias)",
+    "rank_pattern": "ranks that differ by layer (rank_pattern)",
+    "alpha_pattern": "scales that differ by layer (alpha_pattern)",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+    "layer_replication": "repeated layers (layer_replication)",
+    "target_parameters": "parameters outside linear layers (target_parameters)",
+    "trainable_token_indices": "token embeddings (trainable_token_indices)",
+    "use_qalora": "QALoRA",
+    "alora_invocation_tokens": "activated LoRA",
+}
+_OWN_BASES = ("pissa", "olora", "loftq", "corda")
+"""Ways of beginning that change the base weights, which the adapter then belongs to."""
 NOT_LOADED = "no adapter of this name is loaded"
 """How an engine's answer to an order to unload ends where there is nothing to do."""
 
@@ -58,3 +77,43 @@ def check_lora_names(names: list[str], served_name: str = "") -> None:
             raise StartupError(f"LoRA adapter {name!r}: the served model has this name already")
         if name in names[:number]:
             raise StartupError(f"LoRA adapter {name!r}: the name is given twice")
+
+
+def read_adapter_config(source: LoraSource) -> dict[str, Any]:
+    """adapter_config.json, which must ask for nothing but LoRA. Raises StartupError."""
+    root = Path(source.path)
+    try:
+        config = json.loads((root / _CONFIG).read_bytes())
+    except OSError as error:
+        raise adapter_refusal(source, f"{source.path}/{_CONFIG}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise adapter_refusal(source, f"{_CONFIG} is not valid JSON") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise adapter_refusal(source, f"{_CONFIG} does not say peft_type LORA")
+    for key, what in _CHANGES_MORE.items():
+        if config.get(key):
+            raise adapter_refusal(source, f"{_CONFIG} asks for {what}: not supported")
+    if config.get("bias", "none") != "none":
+        raise adapter_refusal(source, f"bias {config['bias']!r} is not supported: train with none")
+    if str(config.get("init_lora_weights")).lower().startswith(_OWN_BASES):
+        raise adapter_refusal(
+            source, f"init_lora_weights {config['init_lora_weights']!r} changes the base weights; "
+            "convert it to plain LoRA as it is saved"
+        )  # fmt: skip
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not 0 < rank <= MAX_RANK:
+        raise adapter_refusal(source, f"rank {rank} is not between 1 and {MAX_RANK}")
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
+        raise adapter_refusal(source, "lora_alpha is no finite number")
+    if not (root / LORA_WEIGHTS).is_file():
+        if (root / _PICKLE).is_file():
+            raise adapter_refusal(
+                source, f"its weights are only there as a pickle ({_PICKLE}), which can run code "
+                "when read; convert them to safetensors"
+            )  # fmt: skip
+        raise adapter_refusal(source, f"{source.path} has no {LORA_WEIGHTS}")
+    return config
+
+
+def adapter_refusal(source: LoraSource, reason: str) -> StartupError:
+    return StartupError(f"LoRA adapter {source.name!r}: {reason}")

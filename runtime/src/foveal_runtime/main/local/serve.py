@@ -51,7 +51,13 @@ from foveal_runtime.plan.config import (
 from foveal_runtime.plan.embedder import check_task
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.local import LOOPBACK, LocalDeploymentConfig, connect, free_port
-from foveal_runtime.plan.lora import LORA_WEIGHTS, LoraSource, check_lora_names, lora_sources
+from foveal_runtime.plan.lora import (
+    LORA_WEIGHTS,
+    LoraSource,
+    check_lora_names,
+    lora_sources,
+    read_adapter_config,
+)
 from foveal_runtime.plan.machine_plan import plan_lines
 from foveal_runtime.plan.profile import ModelProfile, ProfileLimits
 
@@ -73,10 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.plan:  # before anything is downloaded
         for number in range(arguments.num_frontends if arguments.port else 0):
             check_port(arguments.host, arguments.port + number)
+    sources = lora_sources(arguments.loras)
+    for one in sources:
+        read_adapter_config(one)
     found = find_model(arguments.model, arguments.revision, arguments.task)
     check_task(found.path, arguments.task, arguments.model)
     profile = find_profile(arguments, found.path, arguments.device)
-    sources = lora_sources(arguments.loras)
     check_lora_names([one.name for one in sources], arguments.name or found.name)
     if arguments.lora_bytes is None:
         arguments.lora_bytes = sum(adapter_bytes(one, profile.dtype) for one in sources)
@@ -95,10 +103,8 @@ def adapter_bytes(source: LoraSource, dtype: str) -> int:
     """What an adapter takes once loaded. Raises StartupError."""
     from foveal_runtime.model.checkpoint.weights import file_header
 
-    file = Path(source.path) / LORA_WEIGHTS
-    if not file.is_file():
-        return 0  # the engine says what is wrong with it
-    numbers = sum(math.prod(one.shape) for one in file_header(file).values())
+    header = file_header(Path(source.path) / LORA_WEIGHTS)
+    numbers = sum(math.prod(one.shape) for one in header.values())
     return numbers * {"float32": 4}.get(dtype, 2)
 
 

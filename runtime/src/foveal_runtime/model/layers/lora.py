@@ -12,7 +12,6 @@ small steps, recorded steps and the short last layer know nothing of adapters.
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -30,31 +29,20 @@ from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.weights import StoredTensor, check_complete, file_header
 from foveal_runtime.model.cpu.packing import ACTIVATIONS, IDENTITY, Activation, PackedLinear
-from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.lora import LORA_WEIGHTS, MAX_RANK, TERM_BYTES, LoraRef, LoraSource
+from foveal_runtime.plan.lora import (
+    LORA_WEIGHTS,
+    TERM_BYTES,
+    LoraRef,
+    LoraSource,
+    adapter_refusal,
+    read_adapter_config,
+)
 from foveal_runtime.plan.quantity import short_bytes
 
-_CONFIG, _PICKLE = "adapter_config.json", "adapter_model.bin"
 _ROOTS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What stands before a decoder layer's name in adapters, by the class they were trained with; the
 name in the class that is served comes first."""
 _FLOATS = {"F32", "F16", "BF16"}
-_CHANGES_MORE = {
-    "use_dora": "DoRA",
-    "modules_to_save": "whole modules (modules_to_save)",
-    "lora_bias": "biases (lora_bias)",
-    "rank_pattern": "ranks that differ by layer (rank_pattern)",
-    "alpha_pattern": "scales that differ by layer (alpha_pattern)",
-    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
-    "layer_replication": "repeated layers (layer_replication)",
-    "target_parameters": "parameters outside linear layers (target_parameters)",
-    "trainable_token_indices": "token embeddings (trainable_token_indices)",
-    "use_qalora": "QALoRA",
-    "alora_invocation_tokens": "activated LoRA",
-}
-_OWN_BASES = ("pissa", "olora", "loftq", "corda")
-"""Ways of beginning that change the base weights, which the adapter then belongs to."""
-
 _call = threading.local()
 
 
@@ -166,13 +154,13 @@ class Loras:
     def load(self, source: LoraSource) -> None:
         """Nothing happens where this very adapter is loaded. Raises StartupError, in one line."""
         if self._loaded.adapter.has_state:
-            raise _refusal(source, "models with recurrent state are served without adapters")
-        config = _read_config(source)
+            raise adapter_refusal(source, "models with recurrent state are served without adapters")
+        config = read_adapter_config(source)
         there = self._by_name.get(source.name)
         if there is not None:
             if there.ref.digest == self._digest(config, _read_weights(source)):
                 return
-            raise _refusal(source, "another adapter of this name is loaded; unload it first")
+            raise adapter_refusal(source, "another adapter of this name is loaded; unload it first")
         layers = self._layers_of(source, config)
         dtype = self._loaded.dtype
         needed = (
@@ -180,10 +168,11 @@ class Loras:
             * dtype.itemsize
         )
         if self.num_bytes + needed > self._capacity_bytes:
-            raise _refusal(
+            raise adapter_refusal(
                 source,
                 f"it takes {short_bytes(needed)}, and {short_bytes(self.num_bytes)} of the "
-                f"{short_bytes(self._capacity_bytes)} for adapters (caches.lora_bytes) are in use",
+                f"{short_bytes(self._capacity_bytes)} for adapters (--lora-memory, "
+                "engine.lora.memory) are in use",
             )
         self._add(source, config, layers)
 
@@ -203,10 +192,12 @@ class Loras:
         for key, tensor in file_header(file).items():
             path, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
             if kind not in ("A.weight", "B.weight"):
-                raise _refusal(source, f"{key}: only lora_A and lora_B of linear layers are served")
+                raise adapter_refusal(
+                    source, f"{key}: only lora_A and lora_B of linear layers are served"
+                )
             name = self._layer_named(path)
             if name is None:
-                raise _refusal(
+                raise adapter_refusal(
                     source, f"it targets {path}, which is no linear layer of the decoder (towers, "
                     "projectors, embeddings, heads and experts are served without adapters)"
                 )  # fmt: skip
@@ -214,9 +205,11 @@ class Loras:
             found.setdefault(name, {})[kind[0]] = key
         for name, pair in found.items():
             if len(pair) != 2:
-                raise _refusal(source, f"{name} has no lora_{'B' if 'A' in pair else 'A'}.weight")
+                raise adapter_refusal(
+                    source, f"{name} has no lora_{'B' if 'A' in pair else 'A'}.weight"
+                )
         if not found:
-            raise _refusal(source, f"{LORA_WEIGHTS} is empty")
+            raise adapter_refusal(source, f"{LORA_WEIGHTS} is empty")
         return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
 
     def _layer_named(self, path: str) -> str | None:
@@ -233,7 +226,7 @@ class Loras:
         ins, outs = _dims(linear)
         wanted = (rank, ins) if kind == "A" else (outs, rank)
         if tensor.shape != wanted or tensor.dtype not in _FLOATS:
-            raise _refusal(
+            raise adapter_refusal(
                 source, f"{key} is {tensor.dtype} {list(tensor.shape)}; this model takes "
                 f"floating-point {list(wanted)}"
             )  # fmt: skip
@@ -245,9 +238,9 @@ class Loras:
         try:
             tensors = safetensors.torch.load(data)
         except SafetensorError as error:
-            raise _refusal(source, f"{LORA_WEIGHTS}: {error}") from error
+            raise adapter_refusal(source, f"{LORA_WEIGHTS}: {error}") from error
         if not all(key in tensors for pair in layers.values() for key in pair):
-            raise _refusal(source, f"{LORA_WEIGHTS} changed while it was read")
+            raise adapter_refusal(source, f"{LORA_WEIGHTS} changed while it was read")
         scale = _scale(config)
         decoder: Any = self._loaded.decoder
         device, dtype = decoder.device, self._loaded.dtype
@@ -290,44 +283,4 @@ def _read_weights(source: LoraSource) -> bytes:
     try:
         return (Path(source.path) / LORA_WEIGHTS).read_bytes()
     except OSError as error:
-        raise _refusal(source, f"{source.path}/{LORA_WEIGHTS}: {error.strerror}") from error
-
-
-def _read_config(source: LoraSource) -> dict[str, Any]:
-    """adapter_config.json, which must ask for nothing but LoRA. Raises StartupError."""
-    root = Path(source.path)
-    try:
-        config = json.loads((root / _CONFIG).read_bytes())
-    except OSError as error:
-        raise _refusal(source, f"{source.path}/{_CONFIG}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise _refusal(source, f"{_CONFIG} is not valid JSON") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise _refusal(source, f"{_CONFIG} does not say peft_type LORA")
-    for key, what in _CHANGES_MORE.items():
-        if config.get(key):
-            raise _refusal(source, f"{_CONFIG} asks for {what}: not supported")
-    if config.get("bias", "none") != "none":
-        raise _refusal(source, f"bias {config['bias']!r} is not supported: train with none")
-    if str(config.get("init_lora_weights")).lower().startswith(_OWN_BASES):
-        raise _refusal(
-            source, f"init_lora_weights {config['init_lora_weights']!r} changes the base weights; "
-            "convert it to plain LoRA as it is saved"
-        )  # fmt: skip
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or not 0 < rank <= MAX_RANK:
-        raise _refusal(source, f"rank {rank} is not between 1 and {MAX_RANK}")
-    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
-        raise _refusal(source, "lora_alpha is no finite number")
-    if not (root / LORA_WEIGHTS).is_file():
-        if (root / _PICKLE).is_file():
-            raise _refusal(
-                source, f"its weights are only there as a pickle ({_PICKLE}), which can run code "
-                "when read; convert them to safetensors"
-            )  # fmt: skip
-        raise _refusal(source, f"{source.path} has no {LORA_WEIGHTS}")
-    return config
-
-
-def _refusal(source: LoraSource, reason: str) -> StartupError:
-    return StartupError(f"LoRA adapter {source.name!r}: {reason}")
+        raise adapter_refusal(source, f"{source.path}/{LORA_WEIGHTS}: {error.strerror}") from error
