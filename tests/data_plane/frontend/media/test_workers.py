@@ -22,6 +22,7 @@ from foveal_runtime.plan.errors import (
     StartupError,
 )
 from foveal_runtime.plan.machine import Machine, look
+from foveal_runtime.telemetry.logs import request_id_of_task
 from foveal_runtime.wire.item import view_item
 
 
@@ -92,6 +93,19 @@ async def test_an_item_that_kills_two_workers_is_refused(start_workers, picture)
         await bad
     await good
     assert pool.retries == 1
+
+
+async def test_the_log_names_the_request_whose_item_ended_a_worker(start_workers, caplog):
+    """The runbook sends its reader there; the lines named the process alone."""
+    pool, _ = await start_workers()
+    token = request_id_of_task.set("req-7")
+    try:
+        with pytest.raises(MediaInvalid, match="two media workers"):
+            await pool.process(0, b"{}", b"!kill")
+    finally:
+        request_id_of_task.reset(token)
+    told = [one.request_id for one in caplog.records if "died" in one.getMessage()]
+    assert told == ["req-7", "req-7"]
 
 
 async def test_killed_from_outside_while_busy_and_while_idle(start_workers, tmp_path, picture):

@@ -22,14 +22,10 @@ import msgspec
 from foveal_runtime.frontend.media import protocol
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.plan.config import ModalitiesConfig
-from foveal_runtime.plan.errors import (
-    MediaInvalid,
-    Overloaded,
-    StartupError,
-    from_wire,
-)
+from foveal_runtime.plan.errors import MediaInvalid, Overloaded, StartupError, from_wire
 from foveal_runtime.plan.machine import Machine, look
 from foveal_runtime.plan.media import MODALITIES
+from foveal_runtime.telemetry.logs import request_id_of_task
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +95,7 @@ class _Job:
     client: str
     page: int = -1
     attempts: int = 0
+    origin: dict[str, str] = field(default_factory=lambda: {"request_id": request_id_of_task.get()})
     future: asyncio.Future[Processed] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -356,10 +353,12 @@ class MediaWorkers:
                 raise
             except TimeoutError:
                 _fail(job, MediaInvalid(f"{job.kind} took longer than {seconds:g} s to process"))
-                log.warning("media worker %d hung and was killed", worker.process.pid)
+                log.warning(
+                    "media worker %d hung and was killed", worker.process.pid, extra=job.origin
+                )
                 return num_done
             except _LINK_LOST as error:
-                log.warning("media worker %d died: %s", worker.process.pid, type(error).__name__)
+                log.warning("media worker %d died: %r", worker.process.pid, error, extra=job.origin)
                 await self._retry(job)
                 return num_done
             except Exception as error:  # the item's own error, named by the worker
