@@ -26,12 +26,15 @@ KINDS = {
     "statefulsets", "configmaps", "services",
 }  # fmt: skip
 SERIES = {
-    name + suffix
+    name + suffix: metric
     for name, metric in KNOWN.items()
     for suffix in {"counter": ("_total",), "gauge": ("",),
                    "histogram": ("_bucket", "_sum", "_count")}[metric.kind]
 }  # fmt: skip
 FOREIGN = {"apiserver_flowcontrol_rejected_requests_total"}
+OPTIONAL = {"podmonitors"}
+"""Kinds that a cluster may lack: kubectl then shows nothing of what else it was asked for."""
+SAID_BY_OTHERS = {"forbidden"}  # the API server, when a right is missing
 
 
 def commands(page: Path) -> list[str]:
@@ -52,12 +55,15 @@ def test_commands_name_what_exists(page: Path) -> None:
     lines = commands(page)
     checked = subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, timeout=60)
     assert checked.returncode == 0
-    given = set(re.findall(r"\b([A-Z_]{4,})=", lines[0]))
+    given = set(re.findall(r"\b([A-Z_]{3,})=", lines[0]))
     for line in lines:
         for name in re.findall(r"\$([A-Z_]+)", line):
             assert name in given, f"{name} is not set in the first line"
-        for command in _pipeline(line):
-            _check(command)
+        [first, *rest] = _pipeline(line)
+        _check(first)
+        role = "engine" if "exec" in first else "frontend" if "/proxy/metrics" in line else ""
+        for command in rest:
+            _check_grep(command, role)
 
 
 def _pipeline(line: str) -> list[list[str]]:
@@ -72,17 +78,31 @@ def _pipeline(line: str) -> list[list[str]]:
 
 def _check(command: list[str]) -> None:
     program, *rest = command
-    if program == "grep":
-        pattern = re.compile(rest[-1].replace("|", "|^") if "(" not in rest[-1] else rest[-1])
-        if ":" not in rest[-1] or "vllm:" in rest[-1]:
-            hits = [name for name in SERIES | FOREIGN if pattern.search(name)]
-            assert hits, f"{rest[-1]} finds no metric"
-    elif program == "kubectl":
+    if program == "kubectl":
         _check_kubectl(rest)
     elif program == "foveal":
         cli.parser().parse_args(rest)  # ends the test where the command does not exist
     else:
         assert program == "export", program
+
+
+def _check_grep(command: list[str], role: str) -> None:
+    """Each name that is looked for is one that the process exports that was asked."""
+    assert command[0] == "grep", command
+    for pattern in _alternatives(command[-1]) if role else ():
+        found = [metric for name, metric in SERIES.items() if name.startswith(pattern)]
+        assert [metric for metric in found if role in metric.roles], f"{role}: no {pattern}"
+    if not role and "_total" in command[-1]:
+        assert command[-1] in FOREIGN
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Of `a_(b|c)_d|e`: a_b_d, a_c_d, e."""
+    found = re.search(r"\(([^()]*)\)", pattern)
+    if found is None:
+        return pattern.split("|")
+    rest = (pattern[: found.start()], pattern[found.end() :])
+    return [one for part in found[1].split("|") for one in _alternatives(part.join(rest))]
 
 
 def _check_kubectl(words: list[str]) -> None:
@@ -92,9 +112,11 @@ def _check_kubectl(words: list[str]) -> None:
     if verb == "get" and rest[0] == "--raw":
         _check_raw(rest[1])
     elif verb in {"get", "describe"}:
-        assert set(rest[0].split(",")) <= KINDS, rest[0]
+        kinds = set(rest[0].split(","))
+        assert kinds <= KINDS, rest[0]
+        assert len(kinds) == 1 or not kinds & OPTIONAL, rest[0]
     elif verb == "exec":
-        assert rest[0] == "$NAME-engine-0"
+        assert rest[0] in {"$NAME-engine-0", "$POD"}
         assert ":5580/metrics" in rest[-1]
     else:
         assert verb == "logs", verb
@@ -122,3 +144,18 @@ def test_labels_in_commands_are_labels_of_pods() -> None:
             for selector in re.findall(r" -l (\S+)", line):
                 for pair in selector.split(","):
                     assert pair.split("=")[0] in labels, f"{page.name}: {selector}"
+
+
+def test_words_that_a_log_shows_are_logged() -> None:
+    """A page sent its reader after a word that no process writes any more."""
+    folders = (regenerate.ROOT / part for part in ("runtime/src", "operator/src"))
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    sources = "".join(path.read_text(encoding="utf-8") for path in files)
+    named = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for line in re.findall(r"Log lines with ((?:`[^`]+`(?: or )?)+)", text):
+            named |= set(re.findall(r"`([^`]+)`", line))
+        named |= set(re.findall(r"`([^`]+)` in the log", text))
+    assert len(named) > 3
+    assert [word for word in named - SAID_BY_OTHERS if word not in sources] == []
