@@ -13,6 +13,14 @@ import yaml
 from foveal_operator.api import crd, reasons
 from foveal_operator.observability import promql
 from foveal_runtime.frontend.http.app import build_app
+from foveal_runtime.frontend.protocol.openai_responses import ResponsesRequest
+from foveal_runtime.frontend.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from foveal_runtime.frontend.protocol.transcription import TranscriptionRequest
 from foveal_runtime.frontend.testing.fake import FakeGenerator, FakeInputProcessor
 from foveal_runtime.frontend.testing.fake_tokenizer import EOS, byte_tokenizer
 from foveal_runtime.main.local.options import add_options
@@ -137,6 +145,15 @@ def test_the_page_of_the_http_api_has_every_route(tmp_path: Path) -> None:
 
 def _nameless(path: str) -> str:
     return re.sub(r"{.*?}", "{}", path)
+
+
+def test_the_pages_name_every_field_of_a_request() -> None:
+    """`add_special_tokens` was in none, and the page says that what it does not list is refused."""
+    text = "".join(page.read_text(encoding="utf-8") for page in pages())
+    models = [ChatCompletionRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest,
+              TranscriptionRequest, ResponsesRequest]  # fmt: skip
+    fields = {name for model in models for name in model.model_fields}
+    assert [name for name in sorted(fields) if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_the_page_of_the_http_api_has_every_error_code() -> None:
