@@ -83,6 +83,14 @@ def test_options(desk: Desk, arguments: list[str], said: str | None) -> None:
     assert err == f"{said}\n"
 
 
+@pytest.mark.parametrize("option", ["--api-key-file", "--admin-key-file", "--injection-key-file"])
+def test_a_file_without_a_key(desk: Desk, option: str) -> None:
+    """The frontend said so, once the model was profiled and the engine had begun to load it."""
+    (desk.folder / "keys").write_text("# none yet\n")
+    said = refused("API key file keys: it holds no key")
+    assert desk.serve("model", "--port", "0", option, "keys") == said
+
+
 @pytest.mark.parametrize(
     ("model", "make", "said"), FILES, ids=lambda v: v[:50] if isinstance(v, str) else ""
 )

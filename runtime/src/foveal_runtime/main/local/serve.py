@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from foveal_runtime.frontend.http.access.auth import KeyFile
 from foveal_runtime.main.launcher import check_port
 from foveal_runtime.main.local.launch import launch
 from foveal_runtime.main.local.model import Found, find_model
@@ -62,7 +63,8 @@ from foveal_runtime.plan.machine_plan import plan_lines
 from foveal_runtime.plan.profile import ModelProfile, ProfileLimits
 
 _PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "PIL", "safetensors")
-_FILES = ("api_key_file", "admin_key_file", "injection_key_file", "profile", "chat_template")
+_KEY_FILES = ("api_key_file", "admin_key_file", "injection_key_file")
+_FILES = (*_KEY_FILES, "profile", "chat_template")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,6 +125,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         if path and not Path(path).is_file():
             option = f"--{field.replace('_', '-')}"
             raise StartupError(f"{option} {path}: there is no such file")
+        if path and field in _KEY_FILES:
+            KeyFile(path)
     if arguments.file_root and not Path(arguments.file_root).is_dir():
         raise StartupError(f"--file-root {arguments.file_root}: there is no such directory")
     if arguments.tensor_parallel > 1:
