@@ -27,7 +27,7 @@ from foveal_runtime.main.local.options import add_options
 from foveal_runtime.plan import errors
 from foveal_runtime.plan.config import FrontendConfig, InjectionConfig, ModelConfig
 from foveal_runtime.plan.metrics import METRICS
-from tests.support import api_page, regenerate, restart_table, values_table
+from tests.support import api_page, api_server_rules, regenerate, restart_table, values_table
 from tests.support.markdown import pages, split
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -208,6 +208,27 @@ def test_the_scrape_jobs_of_the_page_do_what_podmonitors_do() -> None:
     assert ("honorLabels: true" in chart, operator["honor_labels"]) == (True, True)
     found = {rule.get("target_label") for rule in operator["relabel_configs"]} - {None}
     assert found == {"namespace", "pod"}
+
+
+def test_resources_on_pages_fit_the_schema() -> None:
+    """Whole ones, and parts of a spec or of a field of it."""
+    seen = 0
+    for page in pages():
+        for block in split(page.read_text(encoding="utf-8"))[1]:
+            if block.info != "yaml":
+                continue
+            for found in yaml.safe_load_all(block.text):
+                part = found.get("spec", found)
+                if found.get("kind", "MultiModalInference") != "MultiModalInference":
+                    continue
+                if not part.keys() & {"networking", "frontend", "engine", "model"}:
+                    continue
+                seen += 1
+                spec = {"model": {"uri": "pvc://models/qwen"}, **part}
+                sample = {"apiVersion": "foveal.dev/v1alpha1", "kind": "MultiModalInference",
+                          "metadata": {"name": "qwen"}, "spec": spec}  # fmt: skip
+                assert api_server_rules.problems(sample) == [], f"{page}:{block.line}"
+    assert seen >= 6
 
 
 def test_the_page_of_keys_creates_the_examples_secrets() -> None:
