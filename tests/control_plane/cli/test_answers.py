@@ -12,6 +12,7 @@ import yaml
 
 from foveal_operator.api.crd import PLURAL
 from foveal_operator.cli import main as cli
+from foveal_runtime.plan.local import free_port
 from tests.support.loopback_server import LoopbackHandler, LoopbackServer
 
 ROOT = Path(__file__).parents[3]
@@ -103,6 +104,32 @@ def test_what_is_wrong_and_where_to_look_is_one_line(
     assert line.endswith(
         f": {server.url} answers no Kubernetes object ({what}): check that the kubeconfig's "
         "context names a Kubernetes API server"
+    )
+
+
+def test_a_server_that_is_not_there(server: Answers, tmp_path: Path, capsys: Any) -> None:
+    """The line repeated address and port in the words of the client library."""
+    free = free_port()
+    file = tmp_path / "config"
+    file.write_text(file.read_text().replace(server.url, f"http://127.0.0.1:{free}"))
+    code, text = said(["status", "tiny", f"--kubeconfig={file}"], capsys)
+    assert (code, text) == (
+        4,
+        f"foveal: http://127.0.0.1:{free} does not answer: Failed to establish a new connection: "
+        "[Errno 111] Connection refused\n",
+    )
+
+
+def test_a_kubeconfig_variable_that_names_no_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """It was told to set KUBECONFIG."""
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path}/no")
+    code, text = said(["status", "tiny"], capsys)
+    assert (code, text) == (
+        4,
+        f"foveal: KUBECONFIG is {tmp_path}/no, and there is no such file: correct it, or give "
+        "--kubeconfig\n",
     )
 
 

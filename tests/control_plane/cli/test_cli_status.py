@@ -221,6 +221,8 @@ def test_wait_refuses_what_never_comes() -> None:
 def test_wait_gives_up_in_time() -> None:
     with pytest.raises(TimeRanOut, match="qwen is not Ready after 2 s: not Ready"):
         wait(Story(*[failing()] * 5), "--timeout", "2s")
+    with pytest.raises(TimeRanOut, match="qwen is not deleted after 0 s: still there"):
+        wait(Story(serving()), "--for", "delete", "--timeout", "0")
     with pytest.raises(TimeRanOut, match="there is no condition CachesMirrored yet"):
         wait(Story(serving()), "--for", "CachesMirrored", "--timeout", "0")
 

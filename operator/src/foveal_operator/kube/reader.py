@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import email.utils
 import json
+import os
 import re
 import time
 import urllib.parse
@@ -204,6 +205,12 @@ def _load(config: Any, configuration: Any, kubeconfig: str, context: str) -> str
         config.load_incluster_config(client_configuration=configuration)
         return _POD_NAMESPACE.read_text(encoding="utf-8").strip()
     except (config.ConfigException, OSError) as error:
+        named = os.environ.get("KUBECONFIG", "")
+        if named and not any(Path(one).is_file() for one in named.split(os.pathsep)):
+            raise NotConfiguredError(
+                f"KUBECONFIG is {named}, and there is no such file: correct it, or give "
+                "--kubeconfig"
+            ) from error
         raise NotConfiguredError(
             "no cluster is configured: set KUBECONFIG, give --kubeconfig, or run in a pod"
         ) from error
@@ -252,4 +259,4 @@ def _short(error: Exception) -> str:
     """What is wrong, without urllib3's wrapping."""
     reason = getattr(error, "reason", None) or error
     text = " ".join(str(reason).split())
-    return text.rpartition(">: ")[2] or type(error).__name__
+    return re.sub(r"^(<[^>]*>|\w+\(host=[^)]*\)): ", "", text) or type(error).__name__

@@ -209,8 +209,8 @@ def operator_findings(reader: Reader) -> Iterator[Finding]:
         else:
             yield ok(area, f"{where}: {ready} of {wanted} pods ready")
     if not found.get("items"):
-        yield fail(area, "no operator found (by its chart's labels)",
-                   "helm install foveal charts/foveal")  # fmt: skip
+        install = "helm install foveal charts/foveal -n foveal-system --create-namespace"
+        yield fail(area, "no operator found (by its chart's labels)", install)
 
 
 MIN_NODE_BYTES = 4 * 1024**3

@@ -158,8 +158,9 @@ def run_wait(
         if state.startswith("Stalled") and not arguments.keep_waiting and goal != "delete":
             return EXIT_NO
         if clock() >= deadline:
+            wanted = "deleted" if goal == "delete" else goal
             raise TimeRanOut(
-                f"{arguments.name} is not {goal} after {arguments.timeout:g} s: "
+                f"{arguments.name} is not {wanted} after {arguments.timeout:g} s: "
                 f"{said.partition(': ')[0]}"
             )
         sleep(POLL_SECONDS)
