@@ -30,7 +30,7 @@ WEIGHTS = layer(("model.safetensors", bytes(range(256)) * 20_000), packed=False)
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
     monkeypatch.setattr(download, "_BACKOFF_SECONDS", 0.0)
     registry = Registry()
@@ -386,7 +386,7 @@ def test_serve_takes_it_once_by_digest_and_without_a_network(
     digest = registry.push([layer(*content)])
     first = find_model(registry.uri())
     assert first.name == "tiny"
-    assert first.path.parent == tmp_path / "home/.cache/foveal/models"
+    assert first.path.parent == tmp_path / "cache/foveal/models"
     assert first.path.name.endswith(digest.replace(":", "--"))
     registry.asked.clear()
     assert find_model(registry.uri()) == first

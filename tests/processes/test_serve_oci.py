@@ -51,7 +51,7 @@ def test_an_image_of_a_registry_answers_right(model_folder: Path, tmp_path: Path
                "--media-workers", "1", "--device", "cpu", "--kv-cache", "32Mi"]  # fmt: skip
     serve = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": "", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     watchdog = threading.Timer(360, serve.kill)
     watchdog.start()

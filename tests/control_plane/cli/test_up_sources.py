@@ -63,7 +63,8 @@ def up(tmp_path: Path, hub: Hub) -> Iterator[Start]:
                      "--folder", str(tmp_path / "up"), *more]  # fmt: skip
         # Only what the test puts there: a machine with real devices must not change the answers.
         path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
-        environment = {**hub.environment(tmp_path / "hf"), "HOME": str(tmp_path), "PATH": path}
+        environment = {**hub.environment(tmp_path / "hf"), "HOME": str(tmp_path), "PATH": path,
+                       "XDG_CACHE_HOME": ""}  # fmt: skip
         started.append(Up(arguments, environment))
         return started[-1]
 

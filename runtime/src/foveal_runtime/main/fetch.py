@@ -54,13 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_CACHE = "~/.cache/foveal/models"
+def cache_folder(part: str) -> Path:
+    """Where Foveal keeps what it can fetch or compute again."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "foveal" / part
 
 
 def in_cache(uri: str, revision: str = "") -> tuple[str, Path]:
     """What a model is fetched from, and its directory in Foveal's cache. An image is named by its
     digest: a tag that has moved is another model. Raises StartupError."""
-    folder = Path(_CACHE).expanduser()
+    folder = cache_folder("models")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from foveal_runtime.main.fetch import cache_folder
 from foveal_runtime.plan.budget.types import (
     BudgetInputs,
     BudgetPlan,
@@ -127,7 +128,7 @@ def find_profile(arguments: argparse.Namespace, path: Path, device: str) -> Mode
                 f"{arguments.quantization} is asked for: give both the same"
             )
         return given
-    kept = _cache_folder() / f"{_key(arguments, path, device)}.json"
+    kept = cache_folder("profiles") / f"{_key(arguments, path, device)}.json"
     if kept.is_file():
         try:
             return decode(kept.read_bytes())
@@ -162,11 +163,6 @@ def find_profile(arguments: argparse.Namespace, path: Path, device: str) -> Mode
 def installed_versions() -> dict[str, str]:
     """Of the packages that a profile names."""
     return {name: version(name) for name in ("foveal-runtime", "transformers", "torch")}
-
-
-def _cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "foveal/profiles"
 
 
 def _key(arguments: argparse.Namespace, path: Path, device: str) -> str:
