@@ -19,7 +19,7 @@ SAY = "foveal-runtime"
 OPTIONS: list[tuple[list[str], str | None]] = [
     ([], f"{SAY}: MODEL is missing: give a directory, or ORG/NAME of the Hugging Face hub"),
     (["model", "--kvcache", "4Gi"],
-     f"foveal-runtime: unknown option --kvcache (did you mean --kv-cache?); see {SAY} --help"),
+     f"{PROG}: unknown option --kvcache (did you mean --kv-cache?); see {PROG} --help"),
     (["model", "--kv-cache", "4"],
      f"{PROG}: argument --kv-cache: 4 means 4 bytes: write 4Gi or 4Mi; see {PROG} --help"),
     (["model", "--kv-cache", "lots"],

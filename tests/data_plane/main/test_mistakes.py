@@ -83,6 +83,16 @@ def test_options(desk: Desk, arguments: list[str], said: str | None) -> None:
     assert err == f"{said}\n"
 
 
+def test_an_option_of_another_command_is_not_suggested(desk: Desk) -> None:
+    """`profile` has no --kv-cache, and the help of the program alone lists no options."""
+    code, err = desk.run("profile", "model", "--kvcache", "4Gi")
+    assert (code, err) == (
+        2,
+        "foveal-runtime profile: unrecognized arguments: --kvcache 4Gi; see foveal-runtime profile "
+        "--help\n",
+    )
+
+
 @pytest.mark.parametrize("option", ["--api-key-file", "--admin-key-file", "--injection-key-file"])
 def test_a_file_without_a_key(desk: Desk, option: str) -> None:
     """The frontend said so, once the model was profiled and the engine had begun to load it."""

@@ -20,6 +20,7 @@ from foveal_runtime.main.local.options import (
     DTYPES,
     EPILOG,
     QUANTIZATIONS,
+    CommandParser,
     Parser,
     add_options,
     configured,
@@ -46,7 +47,9 @@ def parser(defaults: Mapping[str, Any] | None = None) -> argparse.ArgumentParser
     """`defaults`: of `serve`, by their field."""
     parser = Parser(prog=PROGRAM, description="Foveal's data plane: frontends and engines.")
     parser.add_argument("--version", action="version", version=runtime_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=CommandParser
+    )
     serve = commands.add_parser(
         "serve",
         help="frontends and engines on this machine, from one model",

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if match := re.search(r"unrecognized arguments: (--[\w-]+)", message):
-            known = [name for action in self.all_actions() for name in action.option_strings]
+            known = [name for action in self._actions for name in action.option_strings]
             if near := difflib.get_close_matches(match[1], known, n=1, cutoff=0.6):
                 message = f"unknown option {match[1]} (did you mean {near[0]}?)"
         self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
@@ -67,6 +67,16 @@ class Parser(argparse.ArgumentParser):
                 for parser in action.choices.values():
                     yield from parser._actions
             yield action
+
+
+class CommandParser(Parser):
+    """Of one command: what it does not know is told with its own options and help."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 def size(text: str) -> int:
