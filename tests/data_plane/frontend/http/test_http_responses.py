@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from foveal_runtime.plan.errors import EngineFailure
 
@@ -47,6 +49,18 @@ async def test_events_come_in_order(harness: Any) -> None:
     assert last["output"] == [events[-2]["item"]]
     assert events[2]["item"]["content"] == []
     assert {event["item_id"] for event in deltas} == {last["output"][0]["id"]}
+
+
+@pytest.mark.parametrize("limit", [3, 64])
+async def test_answers_are_those_of_the_published_types(harness: Any, limit: int) -> None:
+    """Clients in typed languages, and the Python library when it is told to validate, refuse an
+    answer that lacks a required field."""
+    answer = (await harness.http.post(PATH, json=body(max_output_tokens=limit))).json()
+    Response.model_validate(answer, strict=True)
+    assert answer["usage"]["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+    event: Any = TypeAdapter(ResponseStreamEvent)
+    for sent in await events_of(harness, max_output_tokens=limit):
+        assert event.validate_python(sent).type == sent["type"]
 
 
 async def test_a_cut_answer_is_incomplete(harness: Any) -> None:

@@ -153,7 +153,7 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if was_cut else None,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": cached},
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": tally.num_reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
