@@ -133,6 +133,9 @@ async def test_dimensions_cut_and_normalise_again(embedder) -> None:
 async def test_not_normalised_when_asked(embedder) -> None:
     ids = TOKENIZER.encode("hello", add_special_tokens=True)
     [raw] = await vectors(embedder, input="hello", normalize=False)
+    same = {"use_activation": False, "truncation_side": "right", "embed_dtype": "float32"}
+    [again] = await vectors(embedder, input="hello", **same)
+    assert (again == raw).all()
     assert np.array_equal(raw, np.frombuffer(fake_embedding(ids, "last"), "<f4").astype(float))
 
 
@@ -160,6 +163,8 @@ async def test_messages_bring_images(embedder) -> None:
         ({"input": ["x"] * (MAX_INPUTS + 1)}, "input"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": "x", "embed_dtype": "float16"}, "embed_dtype"),
+        ({"input": "x", "truncation_side": "left"}, "truncation_side"),
         ({"input": "x", "temperature": 1}, "temperature"),
         ({"input": "x", "cache_salt": "a@b"}, "cache_salt"),
         ({"input": "x" * 5000}, "input"),

@@ -71,6 +71,11 @@ async def test_a_role_of_the_template_is_taken_and_another_is_named(harness: Any
         {"max_tokens": 8.0, "n": 1.0},
         {"verbosity": "low", "stream_interval": 1, "parallel_tool_calls": True},
         {"tools": [], "tool_choice": "none"},
+        {"spaces_between_special_tokens": False, "return_token_offsets": False},
+        {"vllm_xargs": {}, "kv_transfer_params": {}, "ec_transfer_params": {}},
+        {"watermarking": False, "mm_payload": "none"},
+        {"return_prompt_text": False, "early_stopping": False, "routed_experts_prompt_start": 0},
+        {"thinking_token_budget": -1, "model": ""},
     ],
 )
 async def test_spellings_of_clients(harness: Any, options: dict[str, Any]) -> None:
@@ -106,6 +111,19 @@ async def test_max_tokens_is_cut_to_what_fits(harness: Any) -> None:
     assert response.json()["error"]["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vllm_xargs", {"a": 1}), ("return_prompt_text", True), ("watermarking", True),
+        ("kv_transfer_params", {"do_remote_decode": True}), ("truncation_side", "middle"),
+        ("thinking_token_budget", -2),
+    ],
+)  # fmt: skip
+async def test_what_would_change_the_answer_is_named(harness: Any, name: str, value: Any) -> None:
+    response = await harness.chat(**{name: value})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
 async def test_null_fields_that_clients_read(harness: Any) -> None:
     assert (await harness.chat()).json()["prompt_logprobs"] is None
     body = {"prompt": "a", "logprobs": 0, "max_tokens": 2}
@@ -128,10 +146,12 @@ async def test_masks_of_tokens_reach_the_engine(harness: Any) -> None:
     assert error["param"] == "allowed_token_ids"
 
 
-async def test_prompts_are_truncated_from_the_left(harness: Any) -> None:
+async def test_prompts_are_truncated_from_either_side(harness: Any) -> None:
     body = {"prompt": "abcdef", "truncate_prompt_tokens": 2}
     await harness.http.post("/v1/completions", json=body)
     assert harness.prompt == "ef"
+    await harness.http.post("/v1/completions", json={**body, "truncation_side": "right"})
+    assert harness.prompt == "ab"
     part = {"type": "image_url", "image_url": {"url": PIXEL}}
     error = (await harness.chat([part], truncate_prompt_tokens=2)).json()["error"]
     assert error["param"] == "truncate_prompt_tokens"

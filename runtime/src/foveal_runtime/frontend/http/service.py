@@ -339,14 +339,16 @@ def _truncated(
     parts: Sequence[MediaPart],
     limit: int,
 ) -> list[int]:
-    """The end of the prompt, where `truncate_prompt_tokens` asks for it."""
+    """The end of the prompt, or its beginning, where `truncate_prompt_tokens` asks for it."""
     size = request.truncate_prompt_tokens
     if size is None:
         return token_ids
     check_truncates(parts)
     if size < 0:
         size = max(1, limit - (wanted_tokens(request) or 1))
-    return token_ids[len(token_ids) - size :] if len(token_ids) > size else token_ids
+    if request.truncation_side == "right" or len(token_ids) <= size:
+        return token_ids[:size]
+    return token_ids[len(token_ids) - size :]
 
 
 @asynccontextmanager

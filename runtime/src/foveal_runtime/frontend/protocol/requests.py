@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -70,6 +71,11 @@ def _not_zero(value: int) -> int:
 
 
 NumKept = Annotated[Integer, Field(ge=-1, lt=2**31), AfterValidator(_not_zero)]
+Budget = Annotated[
+    Integer,
+    Field(ge=-1, lt=2**31),
+    AfterValidator(lambda value: None if value == -1 else value),
+]
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_plain)]
 """JSON whose fields this server does not know: the model's template or processor does."""
 LogitBias = Annotated[
@@ -214,6 +220,9 @@ class _Sampling(Open):
     truncate_prompt_tokens: NumKept | None = Field(
         None, description="keep only the last tokens of a prompt without media; -1: what fits"
     )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="of truncate_prompt_tokens; right: keep the first tokens instead"
+    )
 
 
 Messages = Annotated[
@@ -282,8 +291,8 @@ class ChatCompletionRequest(_Sampling):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         Field(None, description="for models that reason; none: they do not")
     )
-    thinking_token_budget: Integer | None = Field(
-        None, ge=0, lt=2**31, description="tokens of reasoning at most"
+    thinking_token_budget: Budget | None = Field(
+        None, description="tokens of reasoning at most; -1: no limit"
     )
     include_reasoning: bool | None = Field(None, description="false: it is not part of the answer")
 
@@ -345,11 +354,14 @@ class EmbeddingRequest(Open):
         None, ge=1, lt=2**31, description="only the first so many, for models trained for it"
     )
     normalize: bool | None = Field(
-        None, description="unit length; default: as the checkpoint's modules.json says, else true"
+        None,
+        validation_alias=AliasChoices("normalize", "use_activation"),
+        description="unit length; default: as the checkpoint's modules.json says, else true",
     )
     truncate_prompt_tokens: NumKept | None = Field(
         None, description="keep only the first tokens of inputs without media; -1: what fits"
     )
+    truncation_side: Literal["right"] | None = Field(None, description="the only one")
     add_special_tokens: bool | None = Field(None, description="messages: false, input: true")
     add_generation_prompt: bool | None = Field(None, description="default false")
     continue_final_message: bool | None = None

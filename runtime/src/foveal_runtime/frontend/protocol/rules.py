@@ -42,7 +42,8 @@ MEANINGLESS = frozenset(
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "prediction",
         "request_id", "session_id", "verbosity", "stream_interval", "include_reasoning",
-        "return_mm_kwargs",
+        "return_mm_kwargs", "mm_payload", "return_token_offsets", "routed_experts_prompt_start",
+        "spaces_between_special_tokens",
     }
 )  # fmt: skip
 """Accepted in any form: they cannot change the tokens of this server's answers."""
@@ -56,7 +57,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "echo": (False,),
     "use_beam_search": (False,),
-    "spaces_between_special_tokens": (True,),
     "web_search_options": (),
     "detokenize": (True,),
     "length_penalty": (1.0,),
@@ -67,6 +67,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "context_management": ({}, {"edits": []}),
     "extra_body": ({},),
     "media_io_kwargs": ({},),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "watermarking": (False,),
+    "early_stopping": (False,),
+    "return_prompt_text": (False,),
+    "embed_dtype": ("float32",),
+    "endianness": ("little", "native"),
 }
 """Fields that are not served, with the values that mean "not used"."""
 
@@ -154,8 +162,9 @@ def check_num_sequences(num_prompts: int, num_choices: int) -> None:
 
 
 def lora_of(model: str | None, served: str, loras: Mapping[str, LoraRef]) -> LoraRef | None:
-    """The adapter that a request names as its model; None: the model itself. Raises NotFound."""
-    if model is None or model == served:
+    """The adapter that a request names as its model; None: the model itself, as where it names none
+    ("" is none). Raises NotFound."""
+    if not model or model == served:
         return None
     if model not in loras:
         there = ", ".join(repr(name) for name in (served, *sorted(loras)[:8]))
