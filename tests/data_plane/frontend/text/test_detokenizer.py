@@ -154,6 +154,24 @@ def test_min_tokens_delays_stop_strings() -> None:
     assert (piece.text, piece.stop, piece.num_tokens) == ("abab"[:3] + "b", "ab", 6)
 
 
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize(
+    ("stop", "text", "found"),
+    [("b", "abcdef", True), ("d", "abcdefb", False), ("cde", "ab", True), ("cd", "abcdefb", False)],
+)
+def test_no_stop_string_ends_within_min_tokens(
+    stop: str, text: str, found: bool, size: int
+) -> None:
+    """The last of them counts, too, as with stop tokens; one that begins there is not missed."""
+    detokenizer, said, stops = Detokenizer(byte_level(), stops=[stop], min_tokens=4), "", []
+    for at in range(0, 7, size):
+        piece = detokenizer.push(list(b"abcdefb"[at : at + size]))
+        said, stops = said + piece.text, [*stops, piece.stop]
+        if piece.stop is not None:
+            break
+    assert (said, stops[-1]) == (text, stop if found else None)
+
+
 def test_stop_uses_only_the_tokens_it_needed() -> None:
     piece = Detokenizer(byte_level(), stops=["b"], include_stop=True).push(list(b"abcd"))
     assert (piece.text, piece.num_tokens) == ("ab", 2)

@@ -106,13 +106,13 @@ class StopMatcher:
         self._max_held_chars = max((len(stop) for stop in stops), default=1) - 1
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, passes: bool = False) -> tuple[str, str | None]:
         """Returns (text that may leave, the stop string that was found). Found: the text ends just
-        before it."""
+        before it. `passes`: none ends in this text; one may begin."""
         if not self._stops:
             return text, None
         buffer = self._held + text
-        found = self._lookup(buffer)
+        found = None if passes else self._lookup(buffer)
         if found is not None:
             self._held = ""
             return buffer[: found[0]], found[1]
@@ -160,7 +160,7 @@ class Detokenizer:
     """Tokens of one sequence to text.
 
     Args:
-        stops: stop strings, non-empty. They are watched from output token `min_tokens` on.
+        stops: stop strings, non-empty. None ends within the first `min_tokens` tokens.
         include_stop: the stop string stays in the text.
         context: prompt tokens before the output, where the text continues them.
         turn: how reasoning and tool calls are written; stop strings are watched for beside them.
@@ -205,11 +205,9 @@ class Detokenizer:
                 fresh = self._decoder.push(token_id)
             if self._reader is not None:
                 fresh = self._reader.push(fresh)
-            if self._num_tokens < self._min_tokens:
-                texts.append(fresh)
-                continue
-            text, stop = self._matcher.push(fresh)
-            blanks = self._reader.blanks if self._reader is not None else ""
+            is_early = self._num_tokens <= self._min_tokens
+            text, stop = self._matcher.push(fresh, passes=is_early)
+            blanks = self._reader.blanks if self._reader is not None and not is_early else ""
             if stop is None and blanks and self._matcher.completes(blanks):
                 more, stop = self._matcher.push(blanks)
                 text += more
