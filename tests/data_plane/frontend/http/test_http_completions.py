@@ -115,6 +115,13 @@ async def test_scoring_only(harness: Any) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
     assert choice["logprobs"]["tokens"] == ["a", "b"]
     assert answer["usage"]["completion_tokens"] == 0
+    options = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    counted = {"stream_options": {"include_usage": True}}
+    events = await harness.stream(PATH, prompt="ab", **options, **counted)
+    assert events[-1]["usage"]["completion_tokens"] == 0
+    [streamed] = [event["choices"][0] for event in events[:-1]]
+    assert (streamed["text"], streamed["finish_reason"]) == ("ab", "length")
+    assert streamed["logprobs"]["tokens"] == ["a", "b"]
     refused = await harness.http.post(PATH, json={"prompt": "ab", "max_tokens": 0})
     assert refused.json()["error"]["param"] == "max_tokens"
 

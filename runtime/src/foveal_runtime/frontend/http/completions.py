@@ -146,10 +146,9 @@ def refuse_placeholders(
 async def whole_answer(run: CompletionRun) -> dict[str, Any]:
     answers = [Answer() for _ in range(run.num_choices * len(run.jobs))]
     tally = Tally(run.num_choices)
-    scores_only = run.request.max_tokens == 0
     async with open_run(run.service, run.jobs, run.started, "text_completion") as deltas:
         async for index, delta in deltas:
-            shown = Delta(first=delta.first, finish_reason="length") if scores_only else delta
+            shown = _shown(run, delta)
             answers[index].add(shown)
             tally.add(index, shown)
 
@@ -158,6 +157,13 @@ async def whole_answer(run: CompletionRun) -> dict[str, Any]:
         return {**run.head, "choices": choices, "usage": tally.usage()}
 
     return await run.service.put_together(answers, whole)
+
+
+def _shown(run: CompletionRun, delta: Delta) -> Delta:
+    """Without the token that the engine makes where only the prompt is to be scored."""
+    if run.request.max_tokens != 0:
+        return delta
+    return Delta(first=delta.first, finish_reason="length" if delta.finish_reason else "")
 
 
 def _echo_text(run: CompletionRun, index: int) -> str:
@@ -226,7 +232,8 @@ async def stream_answer(run: CompletionRun) -> AsyncGenerator[bytes, None]:
     offsets: dict[int, int] = {}
     firsts: list[FirstOutput] = []
     async with open_run(run.service, run.jobs, run.started, "text_completion") as deltas:
-        async for index, delta in deltas:
+        async for index, made in deltas:
+            delta = _shown(run, made)
             tally.add(index, delta)
             if delta.first is not None:
                 firsts.append(delta.first)

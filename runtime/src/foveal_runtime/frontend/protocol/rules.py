@@ -100,8 +100,8 @@ def check_fields(
             )
     elif request.suffix:
         raise Unsupported("suffix is not supported", param="suffix")
-    elif request.max_tokens == 0 and (not request.echo or request.stream):
-        raise InvalidRequest("max_tokens: 0 needs echo, without stream", param="max_tokens")
+    elif request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("max_tokens: 0 needs echo", param="max_tokens")
     if request.logprob_token_ids:
         named = request.logprob_token_ids
         if request.logprobs is None or request.logprobs is False:
