@@ -302,12 +302,23 @@ TokenIds = Annotated[
     Field(min_length=1, max_length=16_000_000, fail_fast=True),
     WrapValidator(check_ids),
 ]
-Prompt = (
+MAX_INPUTS = 2048
+
+
+def _few(value: Any, limit: int, name: str) -> Any:
+    """Before the types are looked at, of which the first would be blamed."""
+    if isinstance(value, list) and len(value) > limit and not isinstance(value[0], int):
+        raise ValueError(f"{len(value)} {name}; at most {limit} are taken")
+    return value
+
+
+Prompt = Annotated[
     Text
     | TokenIds
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-)
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+    BeforeValidator(partial(_few, limit=MAX_CHOICES, name="prompts")),
+]
 
 
 class CompletionRequest(_Sampling):
@@ -320,22 +331,12 @@ class CompletionRequest(_Sampling):
     suffix: str | None = Field(None, description="not served")
 
 
-MAX_INPUTS = 2048
-
-
-def _few(value: Any) -> Any:
-    """Before the types are looked at, of which the first would be blamed."""
-    if isinstance(value, list) and len(value) > MAX_INPUTS and not isinstance(value[0], int):
-        raise ValueError(f"{len(value)} inputs; at most {MAX_INPUTS} are taken")
-    return value
-
-
 Inputs = Annotated[
     Text
     | TokenIds
     | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
-    BeforeValidator(_few),
+    BeforeValidator(partial(_few, limit=MAX_INPUTS, name="inputs")),
 ]
 
 

@@ -120,7 +120,7 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str]:
     """(field path, message) of the most telling error: the one deepest in the document, then one
     about the value rather than its type, since a union reports each of its branches."""
     best = max(errors, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
-    return field_path(best["loc"]), str(best["msg"])
+    return field_path(best["loc"]), str(best["msg"]).removeprefix("Value error, ")
 
 
 def field_path(loc: Sequence[int | str]) -> str:
