@@ -141,12 +141,17 @@ async def test_not_normalised_when_asked(embedder) -> None:
 
 async def test_messages_bring_images(embedder) -> None:
     parts = [{"type": "image_url", "image_url": {"url": PIXEL}}, {"type": "text", "text": "what"}]
-    found = await vectors(embedder, messages=[{"role": "user", "content": parts}])
+    messages = [{"role": "user", "content": parts}]
+    found = await vectors(embedder, messages=messages)
     [request] = embedder.generator.requests
     assert len(found) == 1
     assert request.token_ids.count(IMAGE) == 1
     assert len(request.items) == 1
     assert not embedder.prompt.rstrip().endswith("assistant:")
+    [whole] = await vectors(embedder, messages=messages, truncate_prompt_tokens=-1)
+    assert (whole == found[0]).all()
+    cut = await post(embedder, messages=messages, truncate_prompt_tokens=3)
+    assert cut.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize(

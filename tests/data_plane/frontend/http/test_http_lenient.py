@@ -155,6 +155,11 @@ async def test_prompts_are_truncated_from_either_side(harness: Any) -> None:
     part = {"type": "image_url", "image_url": {"url": PIXEL}}
     error = (await harness.chat([part], truncate_prompt_tokens=2)).json()["error"]
     assert error["param"] == "truncate_prompt_tokens"
+    assert (await harness.chat([part], truncate_prompt_tokens=-1)).status_code == 200
+    assert harness.prompt == "<|user|><image><|end|><|assistant|>"
+    long = [part, {"type": "text", "text": "a" * 5000}]
+    error = (await harness.chat(long, truncate_prompt_tokens=-1)).json()["error"]
+    assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

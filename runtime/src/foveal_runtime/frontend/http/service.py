@@ -339,9 +339,10 @@ def _truncated(
     parts: Sequence[MediaPart],
     limit: int,
 ) -> list[int]:
-    """The end of the prompt, or its beginning, where `truncate_prompt_tokens` asks for it."""
+    """The end of the prompt, or its beginning, where `truncate_prompt_tokens` asks for it. With -1
+    a prompt with media stays whole, and is refused where it does not fit."""
     size = request.truncate_prompt_tokens
-    if size is None:
+    if size is None or (size < 0 and parts):
         return token_ids
     check_truncates(parts)
     if size < 0:

@@ -124,7 +124,7 @@ def _job(
 ) -> Job:
     """Raises InvalidRequest or RateLimited."""
     limit, most = service.max_model_len(), _most_tokens(service, request)
-    if most is not None:
+    if most is not None and not (parts and request.truncate_prompt_tokens == -1):
         check_truncates(parts)
         token_ids = token_ids[:most]
     if not token_ids:
