@@ -34,7 +34,8 @@ from tests.support.models.decoders import (
 )
 
 pytestmark = [pytest.mark.model, NEEDS_PACKING, NEEDS_KERNEL]
-HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5"]
+HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5", "minicpm_ocr", "minicpmv4_6",
+          "minicpmv4_7"]  # fmt: skip
 """The step driver reuses blocks of tokens, not states."""
 
 
@@ -53,8 +54,9 @@ MEDIA = ["llava", "llava_next", "llava_onevision", "vipllava", "idefics3", "smol
          "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3",
          "lfm2_vl", "qwen2_audio", "voxtral"]  # fmt: skip
 MORE = ["audioflamingo3", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fun_asr_nano",
-        "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video", "ovis2", "paddleocr_vl",
-        "pp_chart2table", "qianfan_ocr", "qwen3_asr", "video_llama_3", "video_llava"]  # fmt: skip
+        "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video", "minicpm_ocr",
+        "minicpmv4_6", "minicpmv4_7", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr",
+        "qwen3_asr", "video_llama_3", "video_llava"]  # fmt: skip
 KEPT = ["aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "deepseek_ocr2",
         "exaone4_5", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
         "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "granite_docling",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from foveal_runtime.model.runner.encoder import (
     field_tensor,
     split_rows,
 )
-from foveal_runtime.wire.item import BadItem, pack_item, view_item
+from foveal_runtime.wire.item import BadItem, Item, pack_item, view_item
 from tests.support.models.step_driver import embeds_on_device
 
 pytestmark = pytest.mark.model
@@ -176,6 +177,28 @@ def test_a_grid_of_another_kind_is_the_items_fault(
     bad = view_item(pack_item(0, (3,) * 4, ((0, 4),), {**fields, name: (dtype, array)}))
     with pytest.raises(BadItem, match=re.escape(says)):
         check_grid(bad, spec, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ([[4, 8]], "[[4, 8]] does not make 4 embeddings"),
+        ([[8, 6], [2, 8]], "does not make 4 embeddings"),
+        ([4, 16], "shape [2]; [2, 2] is needed"),
+        ([[1, 8, 8]], "shape [1, 3]; [1, 2] is needed"),
+    ],
+)
+def test_sizes_of_slices_make_as_many_embeddings_as_the_prompt_has(sizes, says: str) -> None:
+    spec = ADAPTERS["minicpmv4_7"].encoders["image"]
+
+    def item(sizes: list) -> Item:
+        fields = {"target_sizes": ("int32", np.array(sizes, np.int32))}
+        return view_item(pack_item(0, (3,) * 4, ((0, 4),), fields))
+
+    config = SimpleNamespace(downsample_mode="16x")
+    check_grid(item([[4, 8], [8, 4]]), spec, 4, config)
+    with pytest.raises(BadItem, match=re.escape(says)):
+        check_grid(item(sizes), spec, 4, config)
 
 
 @torch.inference_mode()

@@ -31,7 +31,7 @@ def image_prompt(one: Bench, seed: int, num_text: int = 9) -> Prompt:
         ("qwen3_5", "auto"),
         *(
             pytest.param(name, attention, marks=pytest.mark.extended)
-            for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl")
+            for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl", "minicpmv4_7")
             for attention in ("torch", "auto")
             if (name, attention) != ("qwen3_5", "auto")
         ),

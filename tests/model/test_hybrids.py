@@ -21,7 +21,10 @@ from tests.support.models.tiny_checkpoints import Prompt
 
 pytestmark = pytest.mark.model
 
-NAMES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl", "lfm3", "lfm3_vl"]
+NAMES = [
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl", "lfm3", "lfm3_vl", "minicpmv4_6",
+    "minicpm_ocr", "minicpmv4_7",
+]  # fmt: skip
 
 
 def run(one, preempt: dict[int, str]) -> list[tuple[Job, Prompt]]:

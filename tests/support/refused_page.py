@@ -50,7 +50,6 @@ REASONS = {
     "sparse attention with an index of its own": ("glm5_next", "mistral_large4", "qwen4_exp"),
     "not autoregressive text": ("diffusion_gemma", "pi0"),
     "a prompt that depends on the text around an image": ("idefics2",),
-    "images that carry their number in the prompt": ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
     "rope positions that count the images before": ("hunyuan_vl",),
     "towers of a package that is not installed (timm)": ("fast_vlm", "perception_lm"),
 }  # fmt: skip

@@ -24,6 +24,7 @@ SPECIALS = [
     "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<sound>", "<|audio|>", "<boa>", "<eoa>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
     "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+    "<slice>", "</slice>", "<image_id>", "</image_id>",
     "<|IMAGE_PAD|>", "<|VIDEO_PAD|>", "<|VISION_START|>", "<|VISION_END|>",
     "<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
     *(f"<|img_row_{i}_col_{j}|>" for i in range(1, 11) for j in range(1, 11)),
@@ -222,6 +223,34 @@ def ovis2() -> Any:
     return hf.Ovis2Processor(image, tokenizer(), image_seq_length=4)
 
 
+def minicpm_parts(image: str, video: str) -> dict[str, Any]:
+    size = {"patch_size": 4, "scale_resolution": 32}
+    return {
+        "image_processor": getattr(hf, image)(**size),
+        "video_processor": getattr(hf, video)(**size, max_num_frames=4),
+        "tokenizer": tokenizer(
+            image_token="<|image_pad|>", image_start_token="<image>", image_end_token="</image>",
+            video_token="<|video_pad|>", slice_start_token="<slice>", slice_end_token="</slice>",
+            image_id_start_token="<image_id>", image_id_end_token="</image_id>",
+        ),
+    }  # fmt: skip
+
+
+def minicpmv4_6() -> Any:
+    parts = minicpm_parts("MiniCPMV4_6ImageProcessor", "MiniCPMV4_6VideoProcessor")
+    return hf.MiniCPMV4_6Processor(**parts)
+
+
+def minicpmv4_7() -> Any:
+    parts = minicpm_parts("MiniCPMV4_6ImageProcessor", "MiniCPMV4_6VideoProcessor")
+    return hf.MiniCPMV4_7Processor(**parts)
+
+
+def minicpm_ocr() -> Any:
+    parts = minicpm_parts("MiniCPMOcrImageProcessor", "MiniCPMOcrVideoProcessor")
+    return hf.MiniCPMOcrProcessor(**parts)
+
+
 def lfm2_vl() -> Any:
     return hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(), tokenizer())
 
@@ -267,7 +296,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
         idefics3, smolvlm, internvl, gemma3, paligemma, qwen2_audio, audioflamingo3, voxtral,
         glm46v, exaone4_5, paddleocr_vl, deepseek_vl, janus, video_llava,
         llava_next_video, lfm2_vl, lfm3_vl, cohere_compass, deepseek_ocr2,
-        granite_docling, ovis2, gemma3n, gemma4, gemma4_unified,
+        granite_docling, ovis2, minicpmv4_6, minicpmv4_7, minicpm_ocr, gemma3n, gemma4,
+        gemma4_unified,
     )
 }  # fmt: skip
 

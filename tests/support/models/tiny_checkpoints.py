@@ -85,12 +85,16 @@ class Prompt:
                 types[0, offset + start : offset + start + length] = item.modality + 1
         return types
 
-    def fields(self) -> dict[str, torch.Tensor]:
-        """All items' tensors, each name concatenated along dimension 0."""
-        names = {name for item in self.items for name in item.fields}
+    def fields(self, in_row: str = " ") -> dict[str, torch.Tensor]:
+        """All items' tensors, each name concatenated along dimension 0, or along the last where it
+        begins with `in_row`."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for item in self.items:
+            for name, tensor in item.fields.items():
+                found.setdefault(name, []).append(tensor)
         return {
-            name: torch.cat([item.fields[name] for item in self.items if name in item.fields])
-            for name in sorted(names)
+            name: torch.cat(found[name], dim=-1 if name.startswith(in_row) else 0)
+            for name in sorted(found)
         }
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import transformers as hf
 
 from tests.support.models.tiny_checkpoints import (
     CASES,
     CLIP,
+    END,
     IMAGE,
     IMG_TOKEN,
+    START,
     TEXT,
+    VID_TOKEN,
     VIDEO,
     Case,
     MediaItem,
+    Prompt,
+    marked,
     mm_fields,
     noise,
     plain_item,
@@ -125,5 +133,71 @@ CASES["lfm3_vl"] = Case(
     ),
     {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, per_frame=True)},
     mm_fields,
+)
+SLICE, SLICE_END, NEWLINE = 9, 10, 11
+
+
+def sliced_item(seed: int, merge: int, *, is_video: bool = False) -> MediaItem:
+    """An image and, by its seed, two rows of one or two slices of it; or two frames. The number of
+    MiniCPM-V's images is in the text before them."""
+    token = VID_TOKEN if is_video else IMG_TOKEN
+    cut = [(8, 8), (4, 8)][seed % 2]
+    num_columns = 0 if is_video else seed % 3
+    sizes = [(4, 4 + 4 * (seed % 2))] * (2 if is_video else 1)
+    ids = [one for h, w in sizes for one in (START, *[token] * (h * w // merge**2), END)]
+    row = [SLICE, *[token] * (math.prod(cut) // merge**2), SLICE_END] * num_columns
+    if num_columns:
+        ids += [*row, NEWLINE, *row]
+        sizes += [cut] * (2 * num_columns)
+    length = 4 * sum(height * width for height, width in sizes)
+    suffix = "_videos" if is_video else ""
+    fields = {
+        f"pixel_values{suffix}": noise(seed, 1, 3, 4, length),
+        f"target_sizes{suffix}": torch.tensor(sizes, dtype=torch.int32),
+    }
+    return marked(VIDEO if is_video else IMAGE, ids, token, fields)
+
+
+def patches_in_row(prompt: Prompt) -> dict[str, Any]:
+    """All patches of a prompt are one row."""
+    return dict(prompt.fields(in_row="pixel_values"))
+
+
+def minicpm(kind: str, mode: str = "16x", kwargs: Any = patches_in_row, **marks: int) -> Case:
+    merge = {"16x": 4, "4x": 2}[mode]
+    return Case(
+        lambda: getattr(hf, kind)(
+            text_config={"model_type": "qwen3_5_text", **TEXT, **STATE, "rope_parameters": ROPE},
+            vision_config={**CLIP, "image_size": 32},
+            image_token_id=IMG_TOKEN,
+            video_token_id=VID_TOKEN,
+            insert_layer_id=0,
+            downsample_mode=mode,
+            tie_word_embeddings=False,
+            **marks,
+        ),
+        {
+            IMAGE: lambda seed: sliced_item(seed, merge),
+            VIDEO: lambda seed: sliced_item(seed, merge, is_video=True),
+        },
+        kwargs,
+    )
+
+
+def canvas_kwargs(prompt: Prompt) -> dict[str, Any]:
+    types = {"mm_token_type_ids": prompt.type_ids()} if prompt.items else {}
+    return {**patches_in_row(prompt), **types}
+
+
+CASES["minicpmv4_6"] = minicpm("MiniCPMV4_6Config")
+CASES["minicpm_ocr"] = minicpm("MiniCPMOcrConfig", "4x")
+CASES["minicpmv4_7"] = minicpm(
+    "MiniCPMV4_7Config",
+    kwargs=canvas_kwargs,
+    image_start_id=START,
+    image_end_id=END,
+    slice_start_id=SLICE,
+    slice_end_id=SLICE_END,
+    newline_id=NEWLINE,
 )
 CASES["qwen3_next"] = text_case("Qwen3NextConfig", **STATE, **EXPERTS)

@@ -34,6 +34,8 @@ class EncoderSpec:
         grid: field (1, 3) with the item's time, height and width in patches; a square of `merge`
             by `merge` of them makes one embedding.
         merge: attribute of the vision configuration, or field of the item, with that side.
+        crops: the grid is (n, 2) instead, of each of the item's crops, and `downsample_mode` of the
+            configuration says how many patches make one embedding.
     """
 
     method: str
@@ -43,6 +45,7 @@ class EncoderSpec:
     batched: bool = True
     grid: str = ""
     merge: str = "spatial_merge_size"
+    crops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +219,10 @@ _GRID_ROPE: dict[str, tuple[Modality, str]] = {
 }
 _GRIDS: dict[Modality, EncoderSpec] = {"image": _GRID_IMAGE, "video": _GRID_VIDEO}
 _PLAIN_GRIDS = Adapter(_GRIDS)
+_SLICES: dict[Modality, tuple[str, str]] = {
+    "image": ("pixel_values", "target_sizes"),
+    "video": ("pixel_values_videos", "target_sizes_videos"),
+}
 
 
 _GEMMA4 = Adapter(
@@ -240,6 +247,16 @@ def _merged_by(merge: str, *extra: str) -> Adapter:
 
 
 _GLM_GRIDS = Adapter({"image": _GRID_IMAGE}, rope={"image_grid_thw": ("image", "image_grid_thw")})
+
+_MINICPM = Adapter(
+    {
+        modality: EncoderSpec(
+            f"get_{modality}_features", fields, batched=False, grid=fields[1], crops=True
+        )
+        for modality, fields in _SLICES.items()
+    },
+    has_state=True,
+)
 
 _MASKED_SOUND = Adapter(
     {
@@ -314,6 +331,9 @@ ADAPTERS: dict[str, Adapter] = {
         has_state=True,
     ),
     "lfm3_vl": Adapter(_GRIDS, has_state=True),
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": replace(_MINICPM, rope={one[1]: (m, one[1]) for m, one in _SLICES.items()}),
     "qwen3_5": Adapter(_GRIDS, rope=_GRID_ROPE, has_state=True),
     "qwen3_5_moe": Adapter(_GRIDS, rope=_GRID_ROPE, has_state=True),
     "qwen3_vl": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),

@@ -16,7 +16,7 @@ Layout: magic (4) | header length u32 | msgpack ItemHeader | padding | buffers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -263,6 +263,13 @@ class Item:
 def meta_of(header: ItemHeader) -> ItemMeta:
     embeds = sum(length for _, length in header.embed_runs)
     return ItemMeta(header.modality, len(header.replacement), embeds)
+
+
+def runs_of(ids: Sequence[int], token_id: int) -> tuple[tuple[int, int], ...]:
+    """(start, length) runs of `token_id` in `ids`."""
+    mask = np.concatenate(([0], np.asarray(ids) == token_id, [0])).astype(np.int8)
+    edges = np.flatnonzero(np.diff(mask)).tolist()
+    return tuple((a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True))
 
 
 def pack_item(

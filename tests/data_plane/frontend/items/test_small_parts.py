@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from foveal_runtime.frontend.common.single_flight import SingleFlight
 from foveal_runtime.frontend.common.stats import StageTimes
@@ -162,6 +163,17 @@ def test_prefix_models_get_their_own_order():
     assert complete_prompt(info("prefix"), [1, 4, 7, 4, 8], parts) == [4, 4, 1, 7, 8, 9]
     assert complete_prompt(info("prefix"), [4, 4, 1, 7, 8, 9], parts) == [4, 4, 1, 7, 8, 9]
     assert complete_prompt(info(), [1, 4, 7, 4], parts) == [1, 4, 7, 4]
+
+
+def test_each_kind_of_item_is_counted_by_itself():
+    numbers = {4: ((20,), (21, 22)), 5: ((30,), (31,))}
+    marks = [replace(one, numbers=numbers[one.token_id]) for one in info().placeholders]
+    numbered = replace(info(), placeholders=tuple(marks))
+    parts = [part("image"), part("audio"), part("image")]
+    found = complete_prompt(numbered, [1, 4, 5, 4, 2], parts)
+    assert found == [1, 20, 4, 30, 5, 21, 22, 4, 2]
+    more = complete_prompt(numbered, [4, 4, 4], parts)  # which is refused by their count
+    assert more == [20, 4, 21, 22, 4, 4]
 
 
 # ---- routing ----

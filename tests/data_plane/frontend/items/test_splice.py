@@ -30,11 +30,11 @@ IMAGES = [
     "glm4v", "idefics3", "smolvlm", "internvl", "gemma3", "paligemma", "glm46v", "exaone4_5",
     "paddleocr_vl", "deepseek_vl", "janus", "video_llava", "llava_next_video",
     "gemma3n", "gemma4", "gemma4_unified", "lfm3_vl", "cohere_compass", "deepseek_ocr2",
-    "granite_docling", "ovis2",
+    "granite_docling", "ovis2", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr",
 ]  # fmt: skip
 VIDEOS = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4", "gemma4_unified", "lfm3_vl",
-    "cohere_compass",
+    "cohere_compass", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr",
 ]  # fmt: skip
 SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma3n", "gemma4", "gemma4_unified"]
 SAME_FIELDS = {
@@ -138,7 +138,10 @@ def check(loaded, name: str, modality: int, files: list[bytes], text: str) -> No
 
 
 SIZES = ((256, 192), (90, 60), (1280, 960), (1024, 192), (192, 1024))
-NOT_AS_EMBEDS = {"mistral3", "idefics3", "smolvlm", "lfm2_vl", "granite_docling", "ovis2"}
+NOT_AS_EMBEDS = {
+    "mistral3", "idefics3", "smolvlm", "lfm2_vl", "granite_docling", "ovis2", "minicpmv4_6",
+    "minicpmv4_7", "minicpm_ocr",
+}  # fmt: skip
 """Families whose images take several stretches of a prompt, by their size."""
 
 
@@ -367,6 +370,40 @@ def test_newlines_merge_only_beside_items():
     assert surround([5, 5], {5}, runs, 2) == [11, 5, 13, 5, 11]
     assert surround([5, 6], {5, 6}, runs, 2) == [11, 5, 13, 6, 11]
     assert surround([5, 13], {5}, runs, 2) == [11, 5, 13, 11]
+
+
+@pytest.mark.parametrize("name", ["minicpmv4_6", "minicpmv4_7"])
+def test_numbers_are_the_prompts_and_not_the_items(loaded, name):
+    processor, info = loaded(name)
+    names = processor.tokenizer.convert_ids_to_tokens
+    written = [names(ids) for ids in info.placeholder(0).numbers[:2]]
+    assert written == [["<image_id>", "0", "</image_id>"], ["<image_id>", "1", "</image_id>"]]
+    assert len(info.placeholder(0).numbers) == ModalitiesConfig().image.max_per_prompt
+    assert bool(info.placeholder(1).numbers) == (name == "minicpmv4_6")
+    item = info.placeholder_text("image")
+    one, two = png(0, 90, 60), png(1, 40, 70)
+    check(loaded, name, 0, [two, one, two], f"{item}{item}what is it?\n{item}")
+
+
+def test_a_processor_that_is_told_so_numbers_nothing(tiny, tmp_path):
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+
+    path = tiny.save("minicpmv4_6", tmp_path)
+    text = (path / "processor_config.json").read_text()
+    assert text.count('"use_image_id": true') == 2
+    text = text.replace('"use_image_id": true', '"use_image_id": false')
+    (path / "processor_config.json").write_text(text)
+    info = ItemProcessor(str(path), ModalitiesConfig()).examine(b"n" * 16)
+    assert info.placeholder(0).numbers == ()
+    assert info.placeholder_token_id("image") is not None
+
+
+@pytest.mark.parametrize("options", [{"use_image_id": False}, {"downsample_mode": "4x"}], ids=str)
+def test_a_request_changes_neither_numbers_nor_how_many_patches_merge(loaded, options):
+    """The prompt's numbers are made without the request, and the model merges as it is set up."""
+    processor, _ = loaded("minicpmv4_6")
+    with pytest.raises(InvalidRequest, match=next(iter(options))):
+        processor.decode(0, png(0, 90, 60), options)
 
 
 @pytest.mark.parametrize("name", IMAGES)

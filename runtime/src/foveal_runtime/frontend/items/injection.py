@@ -26,7 +26,7 @@ from foveal_runtime.plan.config import InjectionConfig
 from foveal_runtime.plan.errors import InvalidRequest, MediaInvalid
 from foveal_runtime.plan.media import MODALITIES, MMHash, Modality
 from foveal_runtime.wire import codec
-from foveal_runtime.wire.item import ITEM_SIZES, U32, BadItem, pack_item, view_item
+from foveal_runtime.wire.item import ITEM_SIZES, U32, BadItem, pack_item, runs_of, view_item
 
 log = logging.getLogger(__name__)
 
@@ -215,13 +215,6 @@ class Injector:
             runs = runs_of(replacement, info.embed_token_id)
         fields = {name: as_array(name, value) for name, value in item.items()}
         return pack_item(modality, replacement, runs, fields)
-
-
-def runs_of(ids: Sequence[int], token_id: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) runs of `token_id` in `ids`."""
-    mask = np.concatenate(([0], np.asarray(ids) == token_id, [0])).astype(np.int8)
-    edges = np.flatnonzero(np.diff(mask)).tolist()
-    return tuple((a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True))
 
 
 def as_array(name: str, value: Any) -> tuple[str, np.ndarray[Any, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from foveal_runtime.frontend.items.prepared import MediaPart
 from foveal_runtime.frontend.media.protocol import ProcessorInfo
-from foveal_runtime.frontend.media.rules import surround
+from foveal_runtime.frontend.media.rules import number, surround
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
@@ -47,11 +47,13 @@ def complete_prompt(
     """The prompt as the model was trained on it.
 
     Prefix models (PaliGemma) take all placeholders first, in the order of the parts, then BOS, the
-    text without placeholders and BOS, a newline; Gemma 3 takes blank lines around each item;
-    others take the prompt as it is.
+    text without placeholders and BOS, a newline; Gemma 3 takes blank lines around each item, and
+    MiniCPM-V its number before it; others take the prompt as it is.
     """
     if not parts:
         return token_ids
+    if table := {one.token_id: one.numbers for one in info.placeholders if one.numbers}:
+        return number(token_ids, table)
     if info.newlines:
         tokens = {one.token_id for one in info.placeholders if one.method}
         return surround(token_ids, tokens, info.newline_ids, info.newlines)

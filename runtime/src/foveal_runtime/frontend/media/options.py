@@ -20,7 +20,8 @@ from foveal_runtime.plan.errors import InvalidRequest
 FIELD = "mm_processor_kwargs"
 MAX_FPS = 240
 _SIZING = re.compile(
-    r"size|edge|pixel|resize|crop|pad|patch|tile|split|slice|frame|scale|length|token|pan_and_scan"
+    r"size|edge|pixel|resize|crop|pad|patch|tile|split|slice|frame|scale|downsample|length|token|"
+    r"pan_and_scan"
 )
 _GROUPS = ("images_kwargs", "videos_kwargs", "audio_kwargs")
 _PARTS = ("image_processor", "video_processor", "feature_extractor")

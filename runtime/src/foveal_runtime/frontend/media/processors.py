@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from PIL import Image
 
@@ -40,7 +41,7 @@ from foveal_runtime.plan.errors import (
     StartupError,
 )
 from foveal_runtime.plan.media import MODALITIES
-from foveal_runtime.wire.item import Codebook, pack_item
+from foveal_runtime.wire.item import Codebook, pack_item, runs_of
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ _TEXT_FIELDS = {
 _CALL_OPTIONS = frozenset({
     "text", "images", "videos", "audio", "return_tensors", "padding", "truncation", "max_length",
     "device", "return_mm_token_type_ids", "return_text_replacement_offsets", "text_kwargs",
-    "common_kwargs", "image_seq_len", "suffix",
+    "common_kwargs", "image_seq_len", "suffix", "use_image_id",
 })  # fmt: skip
 
 
@@ -105,7 +106,7 @@ class ItemProcessor:
         for shape in probe.SHAPES:
             output = self._call(0, [probe.image(*shape)], info.token, {})
             ids = self._replacement(info, output)
-            samples.append((ids, embed_runs(ids, info.embed_token_id), output))
+            samples.append((ids, runs_of(ids, info.embed_token_id), output))
         return probe.embeds_layout(self._path, samples)
 
     def decode(
@@ -245,20 +246,25 @@ class ItemProcessor:
         if info.method == "offsets":
             text = output["text_replacement_offsets"][0][0]["replacement"]
             text = rules.strip_newlines(text, self.rule.newlines)
-            return list(rules.plain_ids(self.tokenizer, text))
+            ids = rules.plain_ids(self.tokenizer, text)
+            before = info.numbers[0] if info.numbers else ()
+            if ids[: len(before)] != before:
+                raise MediaInvalid("the item does not begin with its number in the prompt")
+            return list(ids[len(before) :])
         return self._difference(info, info.token, output)
 
-    def _unexpanded(self, text: str) -> list[int]:
+    def _unexpanded(self, info: PlaceholderInfo, text: str) -> list[int]:
         """Token ids of a prompt whose placeholders nobody has replaced."""
         assert self.tokenizer is not None
         final = rules.final_text(self.rule, self.processor, text)
-        return [int(i) for i in self.tokenizer(final)["input_ids"]]
+        ids = [int(i) for i in self.tokenizer(final)["input_ids"]]
+        return rules.number(ids, {info.token_id: info.numbers})
 
     def _difference(self, info: PlaceholderInfo, text: str, output: Mapping[str, Any]) -> list[int]:
         """Expanded ids minus unexpanded ids around the one placeholder of `text`."""
         assert self.tokenizer is not None
         full = _ids(output)
-        plain = self._unexpanded(text)
+        plain = self._unexpanded(info, text)
         if plain.count(info.token_id) != 1:
             raise MediaInvalid(f"placeholder {info.token} is not one token of the prompt")
         at = plain.index(info.token_id)
@@ -270,7 +276,7 @@ class ItemProcessor:
     def _pack(
         self, info: PlaceholderInfo, replacement: list[int], output: Mapping[str, Any]
     ) -> bytes:
-        runs = embed_runs(replacement, info.embed_token_id)
+        runs = runs_of(replacement, info.embed_token_id)
         if not runs:
             raise MediaInvalid(f"{MODALITIES[info.modality]} takes no place in the prompt")
         fields = self._fields(output)
@@ -310,11 +316,14 @@ class ItemProcessor:
         base = rules.placeholder(self.rule, self.processor, modality)
         if base is None:
             return None
+        most = self._limits(modality).max_per_prompt
+        refused = PlaceholderInfo(
+            modality, base.token, base.token_id, base.embed_token_id, base.text,
+            numbers=rules.numbers(self.rule, self.processor, modality, most),
+        )  # fmt: skip
         reason = ""
         for method in self.rule.methods or rules.methods_of(self.processor):
-            info = PlaceholderInfo(
-                modality, base.token, base.token_id, base.embed_token_id, base.text, method
-            )
+            info = msgspec.structs.replace(refused, method=method)
             try:
                 reason = self._disagreement(info)
             except Exception as error:  # whatever a foreign processor raises makes it unusable
@@ -322,9 +331,7 @@ class ItemProcessor:
             if not reason:
                 return info
             log.warning("%s %s by %s: %s", self.model_type, MODALITIES[modality], method, reason)
-        return PlaceholderInfo(
-            modality, base.token, base.token_id, base.embed_token_id, base.text, "", reason
-        )
+        return msgspec.structs.replace(refused, reason=reason)
 
     def _through_files(self, image: Image.Image) -> Image.Image:
         """The sample once as PNG and once as JPEG: the user's first image finds warm codecs."""
@@ -342,7 +349,7 @@ class ItemProcessor:
             sample = self._through_files(sample)
         output = self._call(info.modality, [sample], info.token, {})
         replacement = self._replacement(info, output)
-        if not embed_runs(replacement, info.embed_token_id):
+        if not runs_of(replacement, info.embed_token_id):
             return "no position of the replacement takes an encoder output"
         self._pack(info, replacement, output)
         if self.rule.run is not None:
@@ -355,7 +362,7 @@ class ItemProcessor:
                 if count == 1:
                     raise
                 continue  # one item a prompt is all this processor takes
-            plain = self._unexpanded(text)
+            plain = self._unexpanded(info, text)
             if self.rule.newlines:
                 bare = [int(i) for i in self.tokenizer(text)["input_ids"]]
                 table = rules.newline_ids(self.tokenizer)
@@ -367,13 +374,6 @@ class ItemProcessor:
             if spliced != full:
                 return f"splicing gives {len(spliced)} ids for {count} item(s), not {len(full)}"
         return ""
-
-
-def embed_runs(ids: list[int], embed_id: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) runs of `embed_id`."""
-    is_embed = np.concatenate(([0], np.asarray(ids) == embed_id, [0])).astype(np.int8)
-    edges = np.flatnonzero(np.diff(is_embed))
-    return tuple((int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True))
 
 
 def _images(media: list[Any], options: dict[str, Any]) -> dict[str, Any]:

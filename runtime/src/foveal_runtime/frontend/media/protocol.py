@@ -30,6 +30,7 @@ class PlaceholderInfo(msgspec.Struct, frozen=True):
         method: how replacement ids are found: "offsets" (the processor names the replacement
             text), "diff" (expanded prompt minus unexpanded prompt) or "" (neither reproduces the
             full processor's prompt: the modality is refused).
+        numbers: token ids before the k-th item of the modality in a prompt; () = there are none.
     """
 
     modality: int
@@ -39,6 +40,7 @@ class PlaceholderInfo(msgspec.Struct, frozen=True):
     text: str = ""
     method: Literal["offsets", "diff", "rule", ""] = ""
     reason: str = ""
+    numbers: tuple[tuple[int, ...], ...] = ()
 
 
 class EmbedsLayout(msgspec.Struct, frozen=True):

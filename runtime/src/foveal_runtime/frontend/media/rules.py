@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +48,7 @@ class FamilyRule(msgspec.Struct, frozen=True):
         newlines: the replacement begins and ends with this many newlines, which belong to the
             prompt (see `surround`).
         wraps: modality → (before, after) that chat templates write around the placeholder.
+        numbered: modalities whose processor writes an item's number before it (see `numbers`).
         run: calls a processor that is not called like the others.
         count: tokens of images (height, width), for processors that cannot say without making them.
     """
@@ -59,6 +60,7 @@ class FamilyRule(msgspec.Struct, frozen=True):
     several: bool = True
     newlines: int = 0
     wraps: tuple[tuple[str, str, str], ...] = ()
+    numbered: tuple[str, ...] = ()
     run: Run | None = None
     count: Count | None = None
 
@@ -128,6 +130,9 @@ _RULES: dict[str, FamilyRule] = {
     "qwen2_5_vl": FamilyRule(wraps=_QWEN),
     "qwen3_vl": FamilyRule(wraps=_QWEN),
     "qwen3_vl_moe": FamilyRule(wraps=_QWEN),
+    "minicpm_ocr": FamilyRule(numbered=("image", "video")),
+    "minicpmv4_6": FamilyRule(numbered=("image", "video")),
+    "minicpmv4_7": FamilyRule(numbered=("image",)),
     "qwen2_audio": FamilyRule(wraps=(("audio", "<|audio_bos|>", "<|audio_eos|>"),)),
     "internvl": FamilyRule(embed_from=(("video", "image"),), modalities=("image",)),
     "lfm2_vl": FamilyRule(modalities=("image",), count=_count_lfm2),
@@ -265,6 +270,31 @@ def audio_lengths(extractor: Any) -> list[int]:
     called = inspect.signature(type(extractor).__call__).parameters.get("max_length")
     found = (getattr(extractor, "n_samples", None), called.default if called else None)
     return sorted({count for count in found if isinstance(count, int) and count > 0})
+
+
+def numbers(
+    rule: FamilyRule, processor: Any, modality: int, count: int
+) -> tuple[tuple[int, ...], ...]:
+    """What `number` writes before the first `count` items of a modality; () = nothing."""
+    if _NAMES[modality] not in rule.numbered or not processor.default_use_image_id:
+        return ()
+    before, after = processor.image_id_start_token, processor.image_id_end_token
+    return tuple(plain_ids(processor.tokenizer, f"{before}{k}{after}") for k in range(count))
+
+
+def number(token_ids: Sequence[int], table: Mapping[int, Sequence[Sequence[int]]]) -> list[int]:
+    """Adds its ids of the table before the k-th of each placeholder.
+
+    MiniCPM-V writes <image_id>0</image_id> before the first image of a prompt. An item's
+    replacement must not depend on its place, so those tokens belong to the prompt, not to the item.
+    """
+    left = {token: iter(rows) for token, rows in table.items()}
+    out: list[int] = []
+    for token in token_ids:
+        if token in left:
+            out.extend(next(left[token], ()))
+        out.append(token)
+    return out
 
 
 def surround(

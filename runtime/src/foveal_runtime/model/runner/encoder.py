@@ -311,13 +311,15 @@ def check_grid(item: Item, spec: EncoderSpec, num_embeds: int, config: Any) -> N
     Encoders and position functions allocate by the grid before they look at anything else.
     """
     field, merge = item.fields.get(spec.grid), _merge_side(item, spec, config)
-    if field is None or field.shape != (1, 3):
+    needed = (field.shape[0] if field and field.shape else 1, 2) if spec.crops else (1, 3)
+    if field is None or field.shape != needed:
         shape = "missing" if field is None else f"of the shape {list(field.shape)}"
-        raise BadItem(f"{spec.grid} is {shape}; [1, 3] is needed")
-    grid = field.numpy()[0].tolist()
-    sizes_fit = all(size > 0 for size in grid) and merge > 0
-    sides_fit = sizes_fit and grid[1] % merge == 0 and grid[2] % merge == 0
-    if not sides_fit or grid[0] * grid[1] * grid[2] != num_embeds * merge**2:
+        raise BadItem(f"{spec.grid} is {shape}; {list(needed)} is needed")
+    rows = field.numpy().tolist()
+    sizes_fit = all(size > 0 for row in rows for size in row) and merge > 0
+    sides_fit = sizes_fit and all(side % merge == 0 for row in rows for side in row[-2:])
+    if not sides_fit or sum(map(math.prod, rows)) != num_embeds * merge**2:
+        grid = rows if spec.crops else rows[0]
         raise BadItem(f"{spec.grid} {grid} does not make {num_embeds} embeddings")
 
 
@@ -328,6 +330,8 @@ def _merge_side(item: Item, spec: EncoderSpec, config: Any) -> int:
         if math.prod(given.shape) != 1 or given.dtype not in ("int32", "int64"):
             raise BadItem(f"{spec.merge} is {given.dtype} {list(given.shape)}; int64 [1] is needed")
         return int(given.numpy().item())
+    if spec.crops:
+        return math.isqrt(int(config.downsample_mode.removesuffix("x")))
     side = getattr(config.vision_config, spec.merge)
     return int(side[0] if isinstance(side, (list, tuple)) else side)
 
