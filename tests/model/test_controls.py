@@ -121,7 +121,9 @@ def test_bidirectional_groups_are_seen(name: str, bench) -> None:
     assert largest(one, [(0, 1)]) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "hunyuan_vl", "ernie4_5_vl_moe"]
+)
 def test_mrope_is_seen(name: str, bench) -> None:
     one = bench(name)
     one.runner.loaded.adapter = replace(one.runner.loaded.adapter, rope={})
@@ -135,6 +137,13 @@ def test_video_seconds_are_seen(bench) -> None:
     rope = {k: v for k, v in adapter.rope.items() if k != "second_per_grid_ts"}
     one.runner.loaded.adapter = replace(adapter, rope=rope)
     assert largest(one, [(1, 1)]) > 1e-2
+
+
+def test_experts_of_images_are_seen(bench) -> None:
+    """ERNIE 4.5 VL has others for words."""
+    one = bench("ernie4_5_vl_moe")
+    one.runner.loaded.adapter = replace(one.runner.loaded.adapter, layer_inputs=None)
+    assert largest(one, [(0, 1)]) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])

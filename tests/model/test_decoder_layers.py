@@ -53,15 +53,16 @@ def test_a_family_equals_transformers(kind, bench, named):
 MEDIA = ["llava", "llava_next", "llava_onevision", "vipllava", "idefics3", "smolvlm", "internvl",
          "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3",
          "lfm2_vl", "qwen2_audio", "voxtral"]  # fmt: skip
-MORE = ["audioflamingo3", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fun_asr_nano",
-        "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video", "minicpm_ocr",
-        "minicpmv4_6", "minicpmv4_7", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr",
-        "qwen3_asr", "video_llama_3", "video_llava"]  # fmt: skip
-KEPT = ["aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "deepseek_ocr2",
-        "exaone4_5", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
-        "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "granite_docling",
-        "hyperclovax_vision_v2", "kimi_k25", "lfm3", "lfm3_vl", "llama4", "llama4_text",
-        "mistral4", "muse_glimmer", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe"]  # fmt: skip
+MORE = ["audioflamingo3", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fast_vlm",
+        "fun_asr_nano", "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video",
+        "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "ovis2", "paddleocr_vl", "perception_lm",
+        "pp_chart2table", "qianfan_ocr", "qwen3_asr", "video_llama_3", "video_llava"]  # fmt: skip
+KEPT = ["aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge",
+        "deepseek_ocr2", "ernie4_5_vl_moe", "exaone4_5", "gemma3n", "gemma3n_text", "gemma4",
+        "gemma4_text", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga",
+        "granite4_vision", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2",
+        "kimi_k25", "lfm3", "lfm3_vl", "llama4", "llama4_text", "mistral4", "muse_glimmer",
+        "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "step3p7"]  # fmt: skip
 """docs/reference/models.md says so of all of these."""
 
 
@@ -77,7 +78,8 @@ def wide(checkpoints):
             text = made.get_text_config()
             text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 16
             if "mrope_section" in (text.rope_parameters or {}):
-                text.rope_parameters = {**text.rope_parameters, "mrope_section": [2, 3, 3]}
+                sections = [3, 3, 2] if name == "ernie4_5_vl_moe" else [2, 3, 3]
+                text.rope_parameters = {**text.rope_parameters, "mrope_section": sections}
             return made
 
         if name == "kimi_k25":  # its keys and values come of one latent

@@ -162,6 +162,8 @@ def test_code_from_checkpoints_is_never_run(tmp_path) -> None:
     [
         ("gemma3n", "architecture", {"architecture": "hf-hub:someone/tower"}),
         ("gemma3n", "model_args", {"model_args": {"checkpoint_path": "/etc/hostname"}}),
+        ("gemma3n", "model_args", {"model_args": {"depth": 2, "others": [1, ["/etc/hostname"]]}}),
+        ("gemma3n", "model_args", {"model_args": {"pretrained_cfg": {"file": "/etc/hostname"}}}),
         ("llava", "architecture", {"model_type": "timm_wrapper", "architecture": "local-dir:/tmp"}),
         ("llava", "backbone", {"model_type": "timm_backbone", "backbone": "hf-hub:a/b"}),
     ],

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.model
 NAMES = [
     "llama", "gemma2_softcap", "qwen3_moe", "llama4_text", "deepseek_v3_mla", "llava", "idefics3",
     "qwen2_vl", "qwen3_vl", "gemma3", "paligemma", "voxtral", "qwen2_audio",
-    "gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_next", "lfm2_vl",
+    "gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_next", "lfm2_vl", "minicpmv4_7",
+    "fast_vlm", "hunyuan_vl", "ernie4_5_vl_moe", "step3p7", "granite4_vision",
 ]  # fmt: skip
 
 

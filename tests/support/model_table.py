@@ -23,7 +23,7 @@ FAST_PATH = "tests.model.test_decoder_layers"
 CASE_MODULES = (
     "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
     "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids",
-    "tiny_gemmas", "tiny_encoders",
+    "tiny_gemmas", "tiny_encoders", "tiny_towers",
 )  # fmt: skip
 for _name in CASE_MODULES:
     importlib.import_module(f"tests.support.models.{_name}")
@@ -54,11 +54,12 @@ no test runs. *CPU fast path*: steps in one call of a C kernel, compared with tr
 (`tests/model/test_decoder_layers.py`, where text models like Llama, Mistral, Qwen2, Qwen3, Gemma 2
 and Gemma 3 are compared, too); a trial at load time decides, and the engine's log says what it
 found. "modules": steps of these are transformers' modules, because their layers have experts
-(`aria`, `deepseek_ocr2`, `glm4v_moe`, `kimi_k25`, `llama4`, `mistral4`, the Qwen families with
-"moe", `qwen3_next`), attention and MLP beside each other (`aya_vision`, `cohere2_vision`,
-`cohere_compass`), norms in other places (`exaone4_5`, `hyperclovax_vision_v2`, `lfm3`, the GLM
-families, which turn neighbours, too), inputs, values, gates or factors of their own (`gemma3n`,
-`gemma4`, `granite_docling`, `muse_glimmer`) or an MLP without a gate (`cosmos3_edge`).
+(`aria`, `deepseek_ocr2`, `ernie4_5_vl_moe`, `glm4v_moe`, `kimi_k25`, `llama4`, `mistral4`, the Qwen
+families with "moe", `qwen3_next`, `step3p7`), attention and MLP beside each other (`aya_vision`,
+`cohere2_vision`, `cohere_compass`), norms in other places (`exaone4_5`, `hunyuan_vl`,
+`hyperclovax_vision_v2`, `lfm3`, the GLM families, which turn neighbours, too), inputs, values,
+gates or factors of their own (`gemma3n`, `gemma4`, `granite4_vision`, `granite_docling`,
+`muse_glimmer`) or an MLP without a gate (`cosmos3_edge`).
 
 Video and audio also need a processor that takes them: a family whose processor cannot be shown to
 make the same prompt from single items refuses that modality with a message. Tensor parallelism

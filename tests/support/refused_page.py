@@ -41,17 +41,30 @@ from tests.support.models import tiny_checkpoints
 from tests.support.models.lora import write_adapter
 
 REASONS = {
-    "encoder-decoder models": ("florence2", "pix2struct", "t5gemma2", "udop"),
-    "cross-attention layers": ("evolla", "idefics", "mllama"),
+    "encoder-decoder models": (
+        "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder",
+    ),
+    "cross-attention layers": ("blip", "evolla", "idefics", "mllama"),
     "state-space layers (mamba)": ("nemotron_h_omni",),
     "audio in three-row rope positions; their speech output would be refused, too": (
         "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker",
     ),
-    "sparse attention with an index of its own": ("glm5_next", "mistral_large4", "qwen4_exp"),
-    "not autoregressive text": ("diffusion_gemma", "pi0"),
+    "sparse attention with an index of its own": (
+        "dots3_note", "glm5_next", "minimax_m3_vl", "mistral_large4", "qwen4_exp",
+    ),
+    "convolutions with a state on keys and values": ("inkling2", "inkling_mm_model"),
+    "attention to all of the prompt and a window of the answer": ("unlimited_ocr",),
+    "not autoregressive text": ("diffusion_gemma", "pi0", "shieldgemma2"),
     "a prompt that depends on the text around an image": ("idefics2",),
-    "rope positions that count the images before": ("hunyuan_vl",),
-    "towers of a package that is not installed (timm)": ("fast_vlm", "perception_lm"),
+    "a prompt that says how long a sound is; encoders that add noise": ("vibevoice_asr",),
+    "tokens of an image that see those of later images": ("molmo2",),
+    "images that are encoded together with the question": ("instructblip", "instructblipvideo"),
+    "sound that is added to each token while it is said": (
+        "kyutai_speech_to_text", "voxtral_realtime",
+    ),
+    "LoRA adapters of their own that are on where there is an image or a sound": (
+        "granite_speech", "granite_speech_plus", "phi4_multimodal",
+    ),
 }  # fmt: skip
 """Why types of `refused_types` have no adapter; the others are not compared yet."""
 

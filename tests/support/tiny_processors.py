@@ -25,6 +25,7 @@ SPECIALS = [
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
     "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
     "<slice>", "</slice>", "<image_id>", "</image_id>",
+    "<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>",
     "<|IMAGE_PAD|>", "<|VIDEO_PAD|>", "<|VISION_START|>", "<|VISION_END|>",
     "<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
     *(f"<|img_row_{i}_col_{j}|>" for i in range(1, 11) for j in range(1, 11)),
@@ -251,6 +252,55 @@ def minicpm_ocr() -> Any:
     return hf.MiniCPMOcrProcessor(**parts)
 
 
+def fast_vlm() -> Any:
+    """Apple's checkpoints name LLaVA's."""
+    size = {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}}
+    return hf.LlavaProcessor(
+        hf.CLIPImageProcessor(**size), tokenizer(), patch_size=32,
+        vision_feature_select_strategy="full",
+    )  # fmt: skip
+
+
+def perception_lm() -> Any:
+    return hf.PerceptionLMProcessor(
+        hf.PerceptionLMVideoProcessor(size={"height": 32, "width": 32}),
+        hf.PerceptionLMImageProcessor(tile_size=32, max_num_tiles=4),
+        tokenizer(image_token="<image>", video_token="<video>"), patch_size=8, pooling_ratio=2,
+    )  # fmt: skip
+
+
+def hunyuan_vl() -> Any:
+    image = hf.HunYuanVLImageProcessor(patch_size=4, size={"shortest_edge": 256,
+                                                           "longest_edge": 4096})  # fmt: skip
+    tok = tokenizer(image_token="<image>", image_start_token="<boi>", image_end_token="<eoi>")
+    return hf.HunYuanVLProcessor(image, tok)
+
+
+def ernie4_5_vl_moe() -> Any:
+    tok = tokenizer(
+        image_token="<|IMAGE_PAD|>", image_start_token="<boi>", image_end_token="<eoi>",
+        video_token="<|VIDEO_PAD|>", video_start_token="<boa>", video_end_token="<eoa>",
+    )  # fmt: skip
+    size = {"patch_size": 4, "merge_size": 2, **QWEN_SIZE}
+    image = hf.Ernie4_5_VLMoeImageProcessor(**size)
+    video = hf.Ernie4_5_VLMoeVideoProcessor(**size, draw_on_frames=False)
+    return hf.Ernie4_5_VLMoeProcessor(image, tok, video)
+
+
+def granite4_vision() -> Any:
+    image = hf.LlavaNextImageProcessor(**CLIP, image_grid_pinpoints=PIN)
+    return hf.Granite4VisionProcessor(
+        image, tokenizer(), patch_size=4, vision_feature_select_strategy="full",
+        downsample_rate="2/4",
+    )  # fmt: skip
+
+
+def step3p7() -> Any:
+    size = {"size": {"height": 48, "width": 48}, "patch_size": 32, "vision_patch_size": 4}
+    image = hf.Step3p7ImageProcessor(**size, max_image_size=192)
+    return hf.Step3p7Processor(image, tokenizer())
+
+
 def lfm2_vl() -> Any:
     return hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(), tokenizer())
 
@@ -297,7 +347,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
         glm46v, exaone4_5, paddleocr_vl, deepseek_vl, janus, video_llava,
         llava_next_video, lfm2_vl, lfm3_vl, cohere_compass, deepseek_ocr2,
         granite_docling, ovis2, minicpmv4_6, minicpmv4_7, minicpm_ocr, gemma3n, gemma4,
-        gemma4_unified,
+        gemma4_unified, fast_vlm, perception_lm, hunyuan_vl, ernie4_5_vl_moe, step3p7,
+        granite4_vision,
     )
 }  # fmt: skip
 

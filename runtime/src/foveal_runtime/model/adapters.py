@@ -8,10 +8,17 @@ is downloaded, so torch is imported only where it computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from foveal_runtime.model.family_code import (
+    ernie_experts,
+    gemma3n_tokens,
+    granite4_layers,
+    llama4_temperature,
+    ovis2_tokens,
+)
 from foveal_runtime.plan.embedder import ENCODERS
 from foveal_runtime.plan.media import Modality
 
@@ -26,7 +33,7 @@ class EncoderSpec:
     Items are batched along dimension 0 of every field.
 
     Attributes:
-        method: name of the method on the model's core, or a key of CUSTOM_ENCODERS.
+        method: name of the method on the model's core, or a key of `family_code.CUSTOM_ENCODERS`.
         fields: item fields it takes as keyword arguments; `optional` ones only when present.
         ragged: fields whose first dimension may differ between items of one batch, because the
             model splits its output by itself; other fields must have equal shapes.
@@ -34,8 +41,9 @@ class EncoderSpec:
         grid: field (1, 3) with the item's time, height and width in patches; a square of `merge`
             by `merge` of them makes one embedding.
         merge: attribute of the vision configuration, or field of the item, with that side.
-        crops: the grid is (n, 2) instead, of each of the item's crops, and `downsample_mode` of the
-            configuration says how many patches make one embedding.
+        layout: of the grid: "crops": (n, 2), of each of the item's crops, and `downsample_mode` of
+            the configuration says how many patches make one embedding; "lines": each row of
+            embeddings ends with one more, and two are around all.
     """
 
     method: str
@@ -45,7 +53,7 @@ class EncoderSpec:
     batched: bool = True
     grid: str = ""
     merge: str = "spatial_merge_size"
-    crops: bool = False
+    layout: Literal["grid", "crops", "lines"] = "grid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,8 @@ class Adapter:
         is_encoder: each token sees all of the prompt and there is no head: it embeds, and generates
             nothing.
         deepstack: the encoder has extra output levels that early decoder layers add.
+        deepstack_at: (configuration) → layers before which one level each is added, where they are
+            not the first ones.
         position_offset: position of the first token; with `starts_after_padding` it is the one
             after the padding's id.
         has_state: some decoder layers keep a recurrent state instead of keys and values.
@@ -68,6 +78,7 @@ class Adapter:
             LoadedModel.layer_inputs); `placeholder_id`: of which id they are where encoder outputs
             go: number 0, the padding's, or the placeholder's own.
         embed_tokens: (core, ids (T)) → (T, E), where that is not one table.
+        layer_inputs: (configuration, ids (T)) → what decoder layers take of the ids otherwise.
         correct_query: (attention module, query (T, H, Dk), KV positions (T)) → query, where a
             family derives something from a token's place in the call instead of its position.
     """
@@ -77,6 +88,7 @@ class Adapter:
     bidirectional: Literal["none", "item", "prompt"] = "none"
     groups_ignore_window: bool = False
     deepstack: bool = False
+    deepstack_at: Callable[[Any], Sequence[int]] | None = None
     is_encoder: bool = False
     position_offset: int = 0
     starts_after_padding: bool = False
@@ -86,112 +98,9 @@ class Adapter:
     has_layer_inputs: bool = False
     placeholder_id: Literal["zero", "pad", "own"] = "zero"
     embed_tokens: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    layer_inputs: Callable[[Any, torch.Tensor], dict[str, torch.Tensor]] | None = None
     correct_query: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
-
-def _qwen2_audio(core: Any, input_features: torch.Tensor, feature_attention_mask: Any) -> Any:
-    """Qwen2-Audio has no feature method: masked tower, projector, the valid rows of each clip."""
-    import torch
-    from transformers.masking_utils import create_bidirectional_mask
-
-    tower = core.audio_tower
-    counts, lengths = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
-    num_frames = (input_features.shape[-1] - 2) // 2 + 1
-    frames = torch.arange(num_frames, device=counts.device)
-    mask = create_bidirectional_mask(
-        config=tower.config,
-        inputs_embeds=input_features.new_zeros(len(input_features), num_frames, 1),
-        attention_mask=(frames < counts[:, None]).long(),
-    )
-    hidden = tower(input_features, attention_mask=mask, return_dict=True).last_hidden_state
-    projected = core.multi_modal_projector(hidden)
-    return [rows[:length] for rows, length in zip(projected, lengths.tolist(), strict=True)]
-
-
-def _llama4_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Llama 4 scales queries of layers without rope by the token's index in the call."""
-    if module.use_rope or not module.attn_temperature_tuning:
-        return query
-    import torch
-
-    def scale(index: torch.Tensor) -> torch.Tensor:
-        steps = torch.floor((index.float() + 1.0) / module.floor_scale)
-        return torch.log1p(steps) * module.attn_scale + 1.0
-
-    index = torch.arange(len(positions), device=positions.device)
-    ratio = scale(positions) / scale(index)
-    return (query * ratio[:, None, None]).to(query.dtype)
-
-
-def _llama4_image(core: Any, pixel_values: torch.Tensor) -> Any:
-    """Llama 4 projects outside of its feature method."""
-    return core.multi_modal_projector(core.get_image_features(pixel_values).last_hidden_state)
-
-
-def _video_llava_image(core: Any, pixel_values_images: torch.Tensor) -> Any:
-    """Video-LLaVA's processor names the field otherwise than the feature method."""
-    return core.get_image_features(pixel_values_images, return_dict=True).pooler_output
-
-
-def _gemma4_audio(
-    core: Any, input_features: torch.Tensor, input_features_mask: torch.Tensor
-) -> Any:
-    """Gemma 4 leaves padding among its outputs and says which they are."""
-    is_sound = input_features_mask.bool()
-    found = core.get_audio_features(input_features, is_sound, return_dict=True)
-    return [
-        rows[mask] for rows, mask in zip(found.pooler_output, found.attention_mask, strict=True)
-    ]
-
-
-def _gemma3n_audio(
-    core: Any, input_features: torch.Tensor, input_features_mask: torch.Tensor
-) -> Any:
-    """Gemma 3n fills every clip up to the same number of rows with one learned row."""
-    import torch
-
-    is_padding = ~input_features_mask.bool()
-    found = core.get_audio_features(input_features, is_padding, return_dict=True)
-    rows, is_padding = found.pooler_output, found.audio_mel_mask
-    last = torch.full((1, 1), core.vocab_size - 1, device=rows.device)
-    filler = core.embed_audio(input_ids=last)
-    rows = torch.where(is_padding[..., None], filler, rows)
-    missing = core.config.audio_soft_tokens_per_image - rows.shape[1]
-    return torch.cat([rows, filler.expand(len(rows), missing, -1)], dim=1)
-
-
-def _gemma3n_tokens(core: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Gemma 3n embeds the marks beside images and sounds as it embeds those."""
-    import torch
-
-    embeds: torch.Tensor = core.get_input_embeddings()(ids.clamp(max=core.vocab_size - 1))
-    for tower in (core.embed_vision, core.embed_audio):
-        first = tower.vocab_offset
-        is_own = (ids >= first) & (ids < first + tower.vocab_size)
-        if ids.device.type != "cpu" or is_own.any():  # a device would have to be waited for
-            own = tower(input_ids=torch.where(is_own, ids, first))
-            embeds = torch.where(is_own[:, None], own.to(embeds.dtype), embeds)
-    return embeds
-
-
-def _ovis2_tokens(core: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Ovis 2 takes the marks around and between tiles from its table of visual words."""
-    import torch
-
-    embeds: torch.Tensor = core.get_input_embeddings()(ids)
-    table = core.visual_embeddings_table.weight[-core.vision_tower.num_visual_indicator_tokens :]
-    for mark, row in zip(core.visual_indicator_token_ids, table, strict=True):
-        embeds = torch.where((ids == mark)[:, None], row.to(embeds.dtype), embeds)
-    return embeds
-
-
-CUSTOM_ENCODERS: dict[str, Callable[..., Any]] = {
-    "gemma3n_audio": _gemma3n_audio,
-    "gemma4_audio": _gemma4_audio,
-    "llama4_image": _llama4_image,
-    "qwen2_audio": _qwen2_audio,
-    "video_llava_image": _video_llava_image,
-}
 
 _IMAGE = "get_image_features"
 _PIXELS = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",))})
@@ -201,6 +110,16 @@ _GEMMA3 = Adapter(_PIXELS.encoders, bidirectional="item")
 _FRAMES = EncoderSpec("get_video_features", ("pixel_values_videos",))
 _SIZED = Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values", "image_sizes"))})
 _TILED = EncoderSpec(_IMAGE, ("pixel_values",), optional=("pixel_attention_mask",))
+_TWO_VIEWS = Adapter(
+    {
+        "image": EncoderSpec(
+            _IMAGE,
+            ("pixel_values", "num_local_patches"),
+            optional=("pixel_values_local",),
+            ragged=("pixel_values_local",),
+        )
+    }
+)
 _GRID_IMAGE = EncoderSpec(
     _IMAGE,
     ("pixel_values", "image_grid_thw"),
@@ -251,7 +170,7 @@ _GLM_GRIDS = Adapter({"image": _GRID_IMAGE}, rope={"image_grid_thw": ("image", "
 _MINICPM = Adapter(
     {
         modality: EncoderSpec(
-            f"get_{modality}_features", fields, batched=False, grid=fields[1], crops=True
+            f"get_{modality}_features", fields, batched=False, grid=fields[1], layout="crops"
         )
         for modality, fields in _SLICES.items()
     },
@@ -282,6 +201,13 @@ ADAPTERS: dict[str, Adapter] = {
             "video": _FRAMES,
         }
     ),
+    "perception_lm": Adapter(
+        {
+            "image": _PIXELS.encoders["image"],
+            "video": EncoderSpec("perception_lm_video", ("pixel_values_videos",)),
+        }
+    ),
+    "fast_vlm": _PIXELS,
     "vipllava": _PIXELS,
     "deepseek_vl": _PIXELS,
     "deepseek_vl_hybrid": Adapter(
@@ -298,16 +224,8 @@ ADAPTERS: dict[str, Adapter] = {
     "lighton_ocr": _SIZED,
     "idefics3": Adapter({"image": _TILED}),
     "smolvlm": Adapter({"image": _TILED, "video": _TILED}),
-    "deepseek_ocr2": Adapter(
-        {
-            "image": EncoderSpec(
-                _IMAGE,
-                ("pixel_values", "num_local_patches"),
-                optional=("pixel_values_local",),
-                ragged=("pixel_values_local",),
-            )
-        }
-    ),
+    "deepseek_ocr2": _TWO_VIEWS,
+    "step3p7": _TWO_VIEWS,
     "granite_docling": Adapter(
         {
             "image": EncoderSpec(
@@ -316,11 +234,16 @@ ADAPTERS: dict[str, Adapter] = {
         },
         deepstack=True,
     ),
-    "ovis2": replace(_CROPS, embed_tokens=_ovis2_tokens),
+    "granite4_vision": Adapter(
+        {"image": EncoderSpec("granite4_image", ("pixel_values", "image_sizes"))},
+        deepstack=True,
+        deepstack_at=granite4_layers,
+    ),
+    "ovis2": replace(_CROPS, embed_tokens=ovis2_tokens),
     "internvl": Adapter({"image": _CROPS_SPEC, "video": _CROPS_SPEC}),
     "llama4": Adapter(
         {"image": EncoderSpec("llama4_image", ("pixel_values",), ragged=("pixel_values",))},
-        correct_query=_llama4_temperature,
+        correct_query=llama4_temperature,
     ),
     "qwen2_vl": Adapter(_GRIDS, rope=_GRID_ROPE),
     "qwen2_5_vl": Adapter(
@@ -352,6 +275,8 @@ ADAPTERS: dict[str, Adapter] = {
     "glm46v": _GLM_GRIDS,
     "glmga": _GLM_GRIDS,
     "glm_ocr": _GLM_GRIDS,
+    "ernie4_5_vl_moe": replace(_GLM_GRIDS, placeholder_id="own", layer_inputs=ernie_experts),
+    "hunyuan_vl": replace(_GLM_GRIDS, encoders={"image": replace(_GRID_IMAGE, layout="lines")}),
     "gemma3": _GEMMA3,
     "gemma3n": Adapter(
         {
@@ -360,7 +285,7 @@ ADAPTERS: dict[str, Adapter] = {
         },
         has_layer_inputs=True,
         placeholder_id="own",
-        embed_tokens=_gemma3n_tokens,
+        embed_tokens=gemma3n_tokens,
     ),
     "gemma4": replace(_GEMMA4, groups_in_windows=True, has_layer_inputs=True, placeholder_id="pad"),
     "gemma4_unified": _GEMMA4,
@@ -387,7 +312,7 @@ PLAIN_TEXT = Adapter({})
 TEXT_ADAPTERS: dict[str, Adapter] = {
     **dict.fromkeys(ENCODERS, _ENCODER),
     **dict.fromkeys(("camembert", "roberta", "xlm-roberta"), _ROBERTA),
-    "llama4_text": Adapter({}, correct_query=_llama4_temperature),
+    "llama4_text": Adapter({}, correct_query=llama4_temperature),
     **{kind: Adapter({}, has_layer_inputs=True) for kind in ("gemma3n_text", "gemma4_text")},
     **{
         kind: Adapter({}, has_state=True) for kind in ("lfm2", "lfm3", "qwen3_5_text", "qwen3_next")

@@ -167,7 +167,8 @@ def _activations(
         inner *= 2
     routed = getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k_experts", 0) or 0
     if routed:
-        inner = max(inner, routed * int(getattr(text, "moe_intermediate_size", 0) or inner))
+        each = getattr(text, "moe_intermediate_size", 0) or inner
+        inner = max(inner, routed * int(max(each) if isinstance(each, list | tuple) else each))
     whole = 12 * width + 2 * width * itemsize
     # Inputs of single layers: looked up, projected and added for all layers at once.
     inputs = int(getattr(text, "hidden_size_per_layer_input", 0) or 0) * text.num_hidden_layers

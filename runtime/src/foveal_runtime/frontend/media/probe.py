@@ -73,12 +73,14 @@ def image(height: int, width: int) -> Image.Image:
 
 
 def _width(model_path: str) -> int:
-    """Numbers of one encoder output, all levels (Qwen3-VL's deepstack) together."""
+    """Numbers of one encoder output, all levels (Qwen3-VL's deepstack, Granite 4's) together."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, local_files_only=True)
     vision = getattr(config, "vision_config", None)
-    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    fields = ((vision, "deepstack_visual_indexes"), (config, "deepstack_layer_map"),
+              (config, "spatial_target_layers"))  # fmt: skip
+    levels = 1 + sum(len(getattr(part, name, None) or ()) for part, name in fields)
     return int(config.get_text_config().hidden_size) * levels
 
 

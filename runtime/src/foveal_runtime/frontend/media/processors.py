@@ -104,7 +104,7 @@ class ItemProcessor:
         if info is None or not info.method:
             return None
         for shape in probe.SHAPES:
-            output = self._call(0, [probe.image(*shape)], info.token, {})
+            output = self._call(0, [probe.image(*shape)], info.text, {})
             ids = self._replacement(info, output)
             samples.append((ids, runs_of(ids, info.embed_token_id), output))
         return probe.embeds_layout(self._path, samples)
@@ -139,7 +139,7 @@ class ItemProcessor:
         most = int(self.limits.audio.max_seconds * rate)
         counts = rules.audio_lengths(getattr(self.processor, "feature_extractor", None))
         return probe.heard_samples(
-            lambda samples: self._fields(self._call(2, [samples], info.token, {})),
+            lambda samples: self._fields(self._call(2, [samples], info.text, {})),
             [count for count in counts if count < most], rate,
         )  # fmt: skip
 
@@ -153,7 +153,7 @@ class ItemProcessor:
         if info is None or not info.method:
             raise MediaInvalid(f"this model takes no {MODALITIES[modality]} input")
         try:
-            output = self._call(modality, [media], info.token, dict(options))
+            output = self._call(modality, [media], info.text, dict(options))
             return self._pack(info, self._replacement(info, output), output)
         except FovealError:
             raise
@@ -251,7 +251,7 @@ class ItemProcessor:
             if ids[: len(before)] != before:
                 raise MediaInvalid("the item does not begin with its number in the prompt")
             return list(ids[len(before) :])
-        return self._difference(info, info.token, output)
+        return self._difference(info, info.text, output)
 
     def _unexpanded(self, info: PlaceholderInfo, text: str) -> list[int]:
         """Token ids of a prompt whose placeholders nobody has replaced."""
@@ -300,7 +300,7 @@ class ItemProcessor:
             return {}
         begin = time.perf_counter()
         try:
-            books = probe.learn(lambda p: self._fields(self._call(0, [p], image.token, {})))
+            books = probe.learn(lambda p: self._fields(self._call(0, [p], image.text, {})))
         except Exception as error:  # it raises anything; the long form always works
             log.warning("images travel as processed: %s: %s", type(error).__name__, error)
             return {}
@@ -347,7 +347,7 @@ class ItemProcessor:
         sample = probe.sample(info.modality, self._sampling_rate())
         if info.modality == 0:
             sample = self._through_files(sample)
-        output = self._call(info.modality, [sample], info.token, {})
+        output = self._call(info.modality, [sample], info.text, {})
         replacement = self._replacement(info, output)
         if not runs_of(replacement, info.embed_token_id):
             return "no position of the replacement takes an encoder output"

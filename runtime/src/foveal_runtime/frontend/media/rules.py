@@ -47,7 +47,8 @@ class FamilyRule(msgspec.Struct, frozen=True):
             drops the tiles of each image as soon as there are two).
         newlines: the replacement begins and ends with this many newlines, which belong to the
             prompt (see `surround`).
-        wraps: modality → (before, after) that chat templates write around the placeholder.
+        wraps: modality → (before, after) that chat templates write around the placeholder, or names
+            that the tokenizer has for them.
         numbered: modalities whose processor writes an item's number before it (see `numbers`).
         run: calls a processor that is not called like the others.
         count: tokens of images (height, width), for processors that cannot say without making them.
@@ -134,6 +135,7 @@ _RULES: dict[str, FamilyRule] = {
     "minicpmv4_6": FamilyRule(numbered=("image", "video")),
     "minicpmv4_7": FamilyRule(numbered=("image",)),
     "qwen2_audio": FamilyRule(wraps=(("audio", "<|audio_bos|>", "<|audio_eos|>"),)),
+    "hunyuan_vl": FamilyRule(wraps=(("image", "image_start_token", "image_end_token"),)),
     "internvl": FamilyRule(embed_from=(("video", "image"),), modalities=("image",)),
     "lfm2_vl": FamilyRule(modalities=("image",), count=_count_lfm2),
     "llava_onevision": FamilyRule(several=False, modalities=("image",)),
@@ -184,7 +186,8 @@ def placeholder(rule: FamilyRule, processor: Any, modality: int) -> Placeholder 
         embed_id = getattr(processor, f"{source}_token_id", None)
     else:
         embed_id = tokenizer.convert_tokens_to_ids(source)
-    before, after = next(((b, a) for n, b, a in rule.wraps if n == name), ("", ""))
+    around = next(((b, a) for n, b, a in rule.wraps if n == name), ("", ""))
+    before, after = (getattr(tokenizer, one, one) for one in around)
     return Placeholder(
         token, int(token_id), int(token_id if embed_id is None else embed_id),
         f"{before}{token}{after}",

@@ -92,8 +92,16 @@ class LoadedModel:
         embeds: torch.Tensor = core.get_input_embeddings()(ids)
         return embeds
 
+    @property
+    def rope_axes(self) -> int:
+        """Rows of rope positions with mrope: three, or one for each of its sections; else 0."""
+        rope = getattr(self.text_config, "rope_parameters", None) or {}
+        return len(rope.get("mrope_section") or "thw") if self.adapter.rope else 0
+
     def layer_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """What decoder layers take of the token ids (T) themselves, as the decoder's arguments."""
+        if self.adapter.layer_inputs is not None:
+            return self.adapter.layer_inputs(self.config, ids)
         if not _layer_input_width(self.text_config):
             return {}
         decoder: Any = self.decoder
@@ -375,8 +383,8 @@ def drop_unused_layers(model: Any, config: Any) -> int:
     tower, method = (getattr(core, n, None) for n in ("vision_tower", "get_image_features"))
     layers = None if tower is None else _layers(tower, getattr(vision, "num_hidden_layers", None))
     is_read = method and "vision_feature_layer" in inspect.signature(method).parameters
-    if layers is None or wanted is None or not is_read:
-        return 0
+    if layers is None or wanted is None or not is_read or adapter_for(config).deepstack:
+        return 0  # with deepstack, others are read, too
     count = len(layers)
     given = [wanted] if isinstance(wanted, int) else wanted
     if outside := [i for i in given if not -count - 1 <= i <= count]:

@@ -170,8 +170,14 @@ def _run(
     """Logits of a few tokens, with the recorder in place of attention."""
     device = next(loaded.decoder.parameters()).device
     positions = torch.arange(_NUM_TOKENS, device=device)[None]
-    if loaded.adapter.rope:
-        positions = positions.expand(3, 1, -1)
+    if loaded.rope_axes:
+        positions = positions.expand(loaded.rope_axes, 1, -1)
+    for module in loaded.decoder.modules() if device.type == "meta" else ():
+        # Which experts are chosen is not known there; what transformers computes without choosing
+        # wraps the forward.
+        forward = type(module).forward
+        if type(module).__name__.endswith("Experts") and not hasattr(forward, "__wrapped__"):
+            module.forward = _as_given
     with torch.inference_mode(), forward_context(recorder):
         ids = torch.zeros(_NUM_TOKENS, dtype=torch.long, device=device)
         output = loaded.decoder(
@@ -182,6 +188,10 @@ def _run(
             **loaded.layer_inputs(ids),
         )
         return head.logits(output.last_hidden_state[0])
+
+
+def _as_given(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(hidden_states)
 
 
 def meta_layers(path: str, dtype: str = "auto") -> tuple[LayerGeometry, ...]:

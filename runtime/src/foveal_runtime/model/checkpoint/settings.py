@@ -40,10 +40,18 @@ def check_towers(path: str, config: Any) -> None:
                     f"model {path}: {field}{key} in config.json is {name!r}, which would be "
                     "looked up elsewhere; give the name that timm itself has for it"
                 )
-        if field and getattr(part, "model_args", None):
-            raise StartupError(
-                f"model {path}: {field}model_args in config.json is not supported; leave it out"
-            )
+        for key, value in ((field and getattr(part, "model_args", None)) or {}).items():
+            if not _names_nothing(value):
+                raise StartupError(
+                    f"model {path}: {field}model_args in config.json has {key!r}, which is not "
+                    "supported, since it may name a file; numbers alone are; leave it out"
+                )
+
+
+def _names_nothing(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_names_nothing, value))
+    return value is None or value == "" or isinstance(value, bool | int | float)
 
 
 def _parts_of(field: str, config: Any) -> Iterator[tuple[str, Any]]:

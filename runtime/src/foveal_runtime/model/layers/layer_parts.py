@@ -168,7 +168,20 @@ def rotate(decoder: Any, rows: torch.Tensor, positions: torch.Tensor, kind: str)
 
 
 def deepstack_levels(loaded: LoadedModel) -> int:
-    """How many of the first layers take something of images."""
+    """How many layers take something of images: the first ones, unless the family says which."""
     if not loaded.adapter.deepstack:
         return 0
+    if loaded.adapter.deepstack_at is not None:
+        return len(loaded.adapter.deepstack_at(loaded.config))
     return len(loaded.config.vision_config.deepstack_visual_indexes)
+
+
+def deepstack_arguments(
+    loaded: LoadedModel, mask: torch.Tensor, levels: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """What the decoder takes for that: of which rows (T), and of each level (n, E)."""
+    if loaded.adapter.deepstack_at is None:
+        return {"visual_pos_masks": mask[None], "deepstack_visual_embeds": list(levels)}
+    layers = loaded.adapter.deepstack_at(loaded.config)
+    added = dict(zip(layers, levels, strict=True))
+    return {"vision_mask": mask[None, :, None], "deepstack_features": added}

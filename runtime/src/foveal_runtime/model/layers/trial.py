@@ -23,7 +23,13 @@ from foveal_runtime.model.attention.torch_backend import TorchBackend
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.context import PagedCall, forward_context
 from foveal_runtime.model.cpu.fusing import TOLERANCE
-from foveal_runtime.model.layers.layer_parts import Unlike, deepstack_levels, rotate, rotation_of
+from foveal_runtime.model.layers.layer_parts import (
+    Unlike,
+    deepstack_arguments,
+    deepstack_levels,
+    rotate,
+    rotation_of,
+)
 from foveal_runtime.model.layers.state import States
 
 _BLOCK_TOKENS = 16
@@ -36,7 +42,7 @@ def _deepstack(loaded: LoadedModel, rows: torch.Tensor) -> dict[str, Any]:
     """As if every other row were of an image."""
     mask = torch.arange(len(rows), device=rows.device) % 2 == 0
     levels = [torch.randn_like(rows[mask]) / 16 for _ in range(deepstack_levels(loaded))]
-    return {"visual_pos_masks": mask[None], "deepstack_visual_embeds": levels}
+    return deepstack_arguments(loaded, mask, levels)
 
 
 class Trial:
@@ -93,8 +99,8 @@ class Trial:
         # Close to the model's last position: what depends on it shows there, if anywhere.
         longest = int(loaded.text_config.max_position_embeddings) - loaded.adapter.position_offset
         far = place + max(0, longest - max(kv_lens) - 2)
-        axes = torch.stack([far, far + 1, far + 2])[:, None]  # of an image's tokens
-        self.positions = (axes if loaded.adapter.rope else far[None]).to(there)
+        axes = [far + axis for axis in range(loaded.rope_axes)]  # of an image's tokens
+        self.positions = (torch.stack(axes)[:, None] if axes else far[None]).to(there)
         width = int(loaded.text_config.hidden_size)
         self.rows = torch.randn(len(place), width).to(there, dtype) / 16
         self.extra = _deepstack(loaded, self.rows) if loaded.adapter.deepstack else {}

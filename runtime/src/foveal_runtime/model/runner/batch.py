@@ -84,7 +84,7 @@ class HostBatch:
     Attributes:
         ids: i64 (T); `placeholder_id` where encoder outputs go (the placeholder's own id may lie
             outside the vocabulary), 0 where the token is not known on the host yet.
-        positions: i64, rope: (3, 1, T) with mrope, else (1, T).
+        positions: i64, rope: (axes, 1, T) with mrope, else (1, T).
         pending: i64 (2, m): rows of `ids` that are still being drawn, and their rows in that draw.
     """
 
@@ -112,13 +112,14 @@ def make_batch(
     block_size: int,
     *,
     bidirectional: Literal["none", "item", "prompt"] = "none",
-    mrope: bool = False,
+    mrope: int = 0,
     position_offset: int = 0,
     placeholder_id: int | None = 0,
 ) -> HostBatch:
     """Block ids are rows of the pool as they are; id 0 is the trash block and in no table.
 
-    `placeholder_id`: what stands where encoder outputs go; None leaves it as it is.
+    `mrope`: axes of rope positions, 0 without. `placeholder_id`: what stands where encoder outputs
+    go; None leaves it as it is.
     """
     q_lens = [w.scheduled.num_scheduled_tokens for w in windows]
     kv_lens = [w.hi for w in windows]
@@ -194,12 +195,12 @@ def _make_ids(
 
 
 def _make_positions(
-    windows: Sequence[TokenWindow], place: np.ndarray, owner: np.ndarray, mrope: bool, offset: int
+    windows: Sequence[TokenWindow], place: np.ndarray, owner: np.ndarray, mrope: int, offset: int
 ) -> np.ndarray:
     if not mrope:
         return (place + offset)[None]
     deltas = np.array([w.sequence.position_delta for w in windows], np.int64)
-    rows = np.tile(place + deltas[owner], (3, 1))
+    rows = np.tile(place + deltas[owner], (mrope, 1))
     for window in windows:
         known = window.sequence.positions
         if known is not None and window.lo < window.sequence.num_prompt_tokens:

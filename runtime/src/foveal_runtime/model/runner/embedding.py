@@ -7,15 +7,17 @@ Called by the runner with a batch's windows. Whether all outputs are there was c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from foveal_runtime.model.checkpoint.loader import LoadedModel
+from foveal_runtime.model.layers.layer_parts import deepstack_arguments
 from foveal_runtime.model.runner.batch import TokenWindow
 from foveal_runtime.model.runner.encoder import EncoderStore
 
-Arguments = dict[str, torch.Tensor | list[torch.Tensor]]
+Arguments = dict[str, Any]
 """Of the decoder's modules, beside embeddings and positions."""
 
 
@@ -60,6 +62,6 @@ class TokenEmbedding:
                     assert output is not None
                     levels.append(output[1:, first : first + count])
         if levels:
-            found["visual_pos_masks"] = deepstack[None]
-            found["deepstack_visual_embeds"] = list(torch.cat(levels, dim=1).unbind(0))
+            joined = torch.cat(levels, dim=1).unbind(0)
+            found |= deepstack_arguments(self._loaded, deepstack, joined)
         return found

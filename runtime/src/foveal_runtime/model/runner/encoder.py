@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from foveal_runtime.engine.types.step import EncoderInput, StepPlan
-from foveal_runtime.model.adapters import CUSTOM_ENCODERS, EncoderSpec
+from foveal_runtime.model.adapters import EncoderSpec
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.device import Device
+from foveal_runtime.model.family_code import CUSTOM_ENCODERS
 from foveal_runtime.model.runner.traits import read_traits
 from foveal_runtime.plan.media import MODALITIES, MMHash
 from foveal_runtime.wire.item import EMBEDS, BadItem, Item, view_item
@@ -267,7 +268,8 @@ class EncoderRunner:
         names = [n for n in (*spec.fields, *spec.optional) if n in items[0].fields]
         kwargs = {name: self._load(items, name) for name in names}
         if spec.method in CUSTOM_ENCODERS:
-            levels = [CUSTOM_ENCODERS[spec.method](self._core, **kwargs)]
+            found = CUSTOM_ENCODERS[spec.method](self._core, **kwargs)
+            levels = list(found) if self._adapter.deepstack else [found]
         else:
             result = getattr(self._core, spec.method)(**kwargs, return_dict=True)
             levels = [result.pooler_output]
@@ -311,16 +313,25 @@ def check_grid(item: Item, spec: EncoderSpec, num_embeds: int, config: Any) -> N
     Encoders and position functions allocate by the grid before they look at anything else.
     """
     field, merge = item.fields.get(spec.grid), _merge_side(item, spec, config)
-    needed = (field.shape[0] if field and field.shape else 1, 2) if spec.crops else (1, 3)
+    is_crops = spec.layout == "crops"
+    needed = (field.shape[0] if field and field.shape else 1, 2) if is_crops else (1, 3)
     if field is None or field.shape != needed:
         shape = "missing" if field is None else f"of the shape {list(field.shape)}"
         raise BadItem(f"{spec.grid} is {shape}; {list(needed)} is needed")
     rows = field.numpy().tolist()
     sizes_fit = all(size > 0 for row in rows for size in row) and merge > 0
     sides_fit = sizes_fit and all(side % merge == 0 for row in rows for side in row[-2:])
-    if not sides_fit or sum(map(math.prod, rows)) != num_embeds * merge**2:
-        grid = rows if spec.crops else rows[0]
+    if not sides_fit or sum(_count(row, merge, spec.layout) for row in rows) != num_embeds:
+        grid = rows if is_crops else rows[0]
         raise BadItem(f"{spec.grid} {grid} does not make {num_embeds} embeddings")
+
+
+def _count(grid: Sequence[int], merge: int, layout: str) -> int:
+    """Embeddings of one grid."""
+    height, width = (side // merge for side in grid[-2:])
+    if layout == "lines":
+        return height * (width + 1) + 2
+    return math.prod(grid[:-2]) * height * width
 
 
 def _merge_side(item: Item, spec: EncoderSpec, config: Any) -> int:
@@ -330,7 +341,7 @@ def _merge_side(item: Item, spec: EncoderSpec, config: Any) -> int:
         if math.prod(given.shape) != 1 or given.dtype not in ("int32", "int64"):
             raise BadItem(f"{spec.merge} is {given.dtype} {list(given.shape)}; int64 [1] is needed")
         return int(given.numpy().item())
-    if spec.crops:
+    if spec.layout == "crops":
         return math.isqrt(int(config.downsample_mode.removesuffix("x")))
     side = getattr(config.vision_config, spec.merge)
     return int(side[0] if isinstance(side, (list, tuple)) else side)

@@ -84,7 +84,7 @@ class DecodeGraphs:
 
     Args:
         sizes: ascending. max_blocks: widest block table of a sequence.
-        mrope: three rows of rope positions instead of one.
+        mrope: rows of rope positions; 0 for one that is the same for all.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DecodeGraphs:
         *,
         sizes: Sequence[int],
         max_blocks: int,
-        mrope: bool,
+        mrope: int,
     ) -> None:
         most = sizes[-1]
         self._compute = compute
@@ -107,7 +107,7 @@ class DecodeGraphs:
         whole = torch.zeros(most, dtype=torch.int64, device=there)
         short = torch.zeros(most, dtype=torch.int32, device=there)
         self._positions = torch.zeros(
-            (3, 1, most) if mrope else (1, most), dtype=torch.int64, device=there
+            (mrope, 1, most) if mrope else (1, most), dtype=torch.int64, device=there
         )
         self._ids = whole
         self._context = ForwardContext(

@@ -218,7 +218,6 @@ class TorchRunner:
             _log.warning("decode steps are not recorded as graphs: this attention backend reads "
                          "lengths on the host")  # fmt: skip
             return False
-        adapter = self.loaded.adapter
         if self.head.is_missing:
             return False  # there are no such steps
         if self.states.shapes:
@@ -231,7 +230,7 @@ class TorchRunner:
             self._pool,
             sizes=capture_sizes(max_num_seqs),
             max_blocks=-(-max_model_len // self.block_size),
-            mrope=bool(adapter.rope),
+            mrope=self.loaded.rope_axes,
         )
         try:
             with torch.inference_mode():
@@ -317,7 +316,7 @@ class TorchRunner:
             windows,
             self.block_size,
             bidirectional=adapter.bidirectional,
-            mrope=bool(adapter.rope),
+            mrope=self.loaded.rope_axes,
             position_offset=adapter.position_offset,
             placeholder_id=self.loaded.placeholder_id,
         )

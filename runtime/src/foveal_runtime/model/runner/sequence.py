@@ -34,7 +34,7 @@ class SequenceState:
     Attributes:
         token_ids: expanded prompt, then the output tokens; the last may be PENDING.
         pending_row: where in the last step's draw a PENDING token is.
-        positions: i64 (3, num_prompt_tokens) rope positions of a model with mrope, else None.
+        positions: i64 (axes, num_prompt_tokens) rope positions of a model with mrope, else None.
         position_delta: rope position of an output token minus its index.
         scratch: what the sampler keeps of this sequence between steps (counts, masks).
         pool: f64 (E) sum of the hidden states that an embedding is made of, as far as computed.
@@ -88,7 +88,7 @@ _TYPE_IDS = {"image": 1, "video": 2}
 def prompt_positions(
     core: Any, adapter: Adapter, request: NewRequest
 ) -> tuple[torch.Tensor | None, int]:
-    """Positions i64 (3, num_prompt_tokens) on the host and the delta of later tokens.
+    """Positions i64 (axes, num_prompt_tokens) on the host and the delta of later tokens.
 
     Needs token ids and grids only. A core's compute_3d_position_ids is never called: it keeps state
     between requests. (None, 0) for families without mrope. Raises BadItem when an item's value
