@@ -77,6 +77,7 @@ MEDIA_NAMES = [
     "glmasr",
     "fun_asr_nano",
     "qwen3_asr",
+    "moss_transcribe_diarize",
     "fast_vlm",
     "perception_lm",
     "hunyuan_vl",

@@ -55,8 +55,9 @@ MEDIA = ["llava", "llava_next", "llava_onevision", "vipllava", "idefics3", "smol
          "lfm2_vl", "qwen2_audio", "voxtral"]  # fmt: skip
 MORE = ["audioflamingo3", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fast_vlm",
         "fun_asr_nano", "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video",
-        "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "ovis2", "paddleocr_vl", "perception_lm",
-        "pp_chart2table", "qianfan_ocr", "qwen3_asr", "video_llama_3", "video_llava"]  # fmt: skip
+        "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "moss_transcribe_diarize", "ovis2",
+        "paddleocr_vl", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen3_asr",
+        "video_llama_3", "video_llava"]  # fmt: skip
 KEPT = ["aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge",
         "deepseek_ocr2", "ernie4_5_vl_moe", "exaone4_5", "gemma3n", "gemma3n_text", "gemma4",
         "gemma4_text", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga",

@@ -295,6 +295,11 @@ def granite4_vision() -> Any:
     )  # fmt: skip
 
 
+def moss_transcribe_diarize() -> Any:
+    extractor = hf.MossTranscribeDiarizeFeatureExtractor(feature_size=8)
+    return hf.MossTranscribeDiarizeProcessor(extractor, tokenizer(), audio_token="<|AUDIO|>")
+
+
 def step3p7() -> Any:
     size = {"size": {"height": 48, "width": 48}, "patch_size": 32, "vision_patch_size": 4}
     image = hf.Step3p7ImageProcessor(**size, max_image_size=192)
@@ -348,7 +353,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
         llava_next_video, lfm2_vl, lfm3_vl, cohere_compass, deepseek_ocr2,
         granite_docling, ovis2, minicpmv4_6, minicpmv4_7, minicpm_ocr, gemma3n, gemma4,
         gemma4_unified, fast_vlm, perception_lm, hunyuan_vl, ernie4_5_vl_moe, step3p7,
-        granite4_vision,
+        granite4_vision, moss_transcribe_diarize,
     )
 }  # fmt: skip
 

@@ -123,3 +123,34 @@ CASES["qwen3_asr"] = Case(
     {AUDIO: chunk_item},
     mm_fields,
 )
+
+
+def windows(seed: int) -> MediaItem:
+    """A whole window of 32 frames and part of one, or that alone; four of the tower's positions,
+    two frames each, make an embedding."""
+    lengths = [32] * (seed % 2) + [19 + 4 * (seed % 3)]
+    mask = torch.arange(32) < torch.tensor(lengths)[:, None]
+    fields = {
+        "input_features": noise(seed, len(lengths), 8, 32),
+        "input_features_mask": mask.int(),
+    }
+    return plain_item(sum(-(-((one + 1) // 2) // 4) for one in lengths), fields, AUD_TOKEN)
+
+
+CASES["moss_transcribe_diarize"] = Case(
+    lambda: hf.MossTranscribeDiarizeConfig(
+        text_config=QWEN3,
+        audio_config={
+            "num_mel_bins": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 24,
+            "hidden_size": 16,
+            "max_source_positions": 16,
+        },
+        audio_token_id=AUD_TOKEN,
+        tie_word_embeddings=False,
+    ),
+    {AUDIO: windows},
+    mm_fields,
+)

@@ -295,6 +295,9 @@ ADAPTERS: dict[str, Adapter] = {
     "voxtral": Adapter(
         {"audio": EncoderSpec("get_audio_features", ("input_features",), batched=False)}
     ),
+    "moss_transcribe_diarize": Adapter(
+        {"audio": replace(_MASKED_SOUND.encoders["audio"], method="moss_audio")}
+    ),
     "audioflamingo3": _MASKED_SOUND,
     "fun_asr_nano": _MASKED_SOUND,
     "glmasr": _MASKED_SOUND,

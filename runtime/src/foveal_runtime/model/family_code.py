@@ -134,6 +134,12 @@ def granite4_layers(config: Any) -> Sequence[int]:
     return [*(layer for _, layer in config.deepstack_layer_map), *config.spatial_target_layers]
 
 
+def moss_audio(core: Any, input_features: torch.Tensor, input_features_mask: torch.Tensor) -> Any:
+    """MOSS's method takes a mask of the samples, too, and does nothing with it."""
+    found = core.get_audio_features(input_features, input_features_mask, None, return_dict=True)
+    return found.pooler_output
+
+
 def perception_lm_video(core: Any, pixel_values_videos: torch.Tensor) -> Any:
     """PerceptionLM's videos are images."""
     return core.get_image_features(pixel_values_videos, return_dict=True).pooler_output
@@ -144,6 +150,7 @@ CUSTOM_ENCODERS: dict[str, Callable[..., Any]] = {
     "gemma4_audio": gemma4_audio,
     "granite4_image": granite4_image,
     "llama4_image": llama4_image,
+    "moss_audio": moss_audio,
     "perception_lm_video": perception_lm_video,
     "qwen2_audio": qwen2_audio,
     "video_llava_image": video_llava_image,

@@ -38,7 +38,8 @@ VIDEOS = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4", "gemma4_unified", "lfm3_vl",
     "cohere_compass", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "perception_lm",
 ]  # fmt: skip
-SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma3n", "gemma4", "gemma4_unified"]
+SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma3n", "gemma4", "gemma4_unified",
+          "moss_transcribe_diarize"]  # fmt: skip
 SAME_FIELDS = {
     "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "gemma3", "gemma4",
     "gemma4_unified",
