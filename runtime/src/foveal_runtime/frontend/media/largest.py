@@ -280,7 +280,13 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
     shapes = [(n, *size) for n in _frame_counts(limits.max_frames) for size in sizes]
     counts = _predicted(processor, "video", shapes)
     if counts is None:
-        shapes = [(n, *sizes[-1]) for n in _frame_counts(limits.max_frames)]
+        frame = sizes[-1]
+        if processor.rule.count:  # frames are cut as images are
+            tried = list(_image_sizes(processor, max(pixels)))
+            frame = max(zip(processor.rule.count(processor.processor, tried), tried, strict=True))[
+                1
+            ]
+        shapes = [(n, *frame) for n in _frame_counts(limits.max_frames)]
         counts = _proportional(processor, shapes)
     ceiling = max_tokens
     for _ in range(_MAX_TRIES):

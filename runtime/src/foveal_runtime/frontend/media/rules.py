@@ -111,6 +111,27 @@ def _count_lfm2(processor: Any, sizes: Sequence[tuple[int, int]]) -> list[int]:
     return counts
 
 
+def _count_minicpm(processor: Any, sizes: Sequence[tuple[int, int]]) -> list[int]:
+    """MiniCPM-V makes a small copy of the whole, and slices of large images; each is between two
+    marks, and a newline between two rows of slices."""
+    part = processor.image_processor
+    common = (part.scale_resolution, part.patch_size, part.downsample_mode)
+    per_token = part.patch_size**2 * int(part.downsample_mode.removesuffix("x"))
+    counts = []
+    for size in sizes:
+        grid = None
+        if part.slice_mode:
+            grid = part.get_sliced_grid(size, part.max_slice_nums, part.scale_resolution)
+        count = math.prod(part.find_best_resize(size, *common, grid is None)) // per_token + 2
+        if grid is not None:
+            num_slices = math.prod(grid)
+            inside = math.prod(part.get_refine_size(size, grid, *common, True)) // per_token
+            count += inside + 2 * num_slices + grid[0] - 1
+        counts.append(count)
+    return counts
+
+
+_MINICPM = FamilyRule(numbered=("image", "video"), count=_count_minicpm)
 _QWEN = tuple((name, "<|vision_start|>", "<|vision_end|>") for name in ("image", "video"))
 _GLM = (
     ("image", "<|begin_of_image|>", "<|end_of_image|>"),
@@ -131,9 +152,9 @@ _RULES: dict[str, FamilyRule] = {
     "qwen2_5_vl": FamilyRule(wraps=_QWEN),
     "qwen3_vl": FamilyRule(wraps=_QWEN),
     "qwen3_vl_moe": FamilyRule(wraps=_QWEN),
-    "minicpm_ocr": FamilyRule(numbered=("image", "video")),
-    "minicpmv4_6": FamilyRule(numbered=("image", "video")),
-    "minicpmv4_7": FamilyRule(numbered=("image",)),
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": msgspec.structs.replace(_MINICPM, numbered=("image",)),
     "qwen2_audio": FamilyRule(wraps=(("audio", "<|audio_bos|>", "<|audio_eos|>"),)),
     "hunyuan_vl": FamilyRule(wraps=(("image", "image_start_token", "image_end_token"),)),
     "internvl": FamilyRule(embed_from=(("video", "image"),), modalities=("image",)),
