@@ -41,12 +41,25 @@ def test_a_binding_alone_is_news():
     assert w.senders[1, 0].lookup_binding(ALIAS) == mm_hash(1)
 
 
-@pytest.mark.parametrize("capacity_bytes", [50, 150])
-def test_a_capacity_alone_is_news(capacity_bytes):
+def test_a_capacity_alone_is_news():
     w = world()
-    w.receivers[0].resize(capacity_bytes)
-    w.settle()
-    assert w.senders[0, 0].capacity_bytes == capacity_bytes
+    for capacity_bytes in (50, 100):
+        w.receivers[0].resize(capacity_bytes)
+        w.settle()
+        assert w.senders[0, 0].capacity_bytes == capacity_bytes
+
+
+def test_a_cache_grows_no_larger_than_it_was_at_the_start():
+    """A pod's memory is planned for that much: with more, its kernel ends the engine."""
+    w = world()
+    for asked_bytes, capacity_bytes in ((150, 100), (50, 50), (2**40, 100)):
+        w.receivers[0].resize(asked_bytes)
+        w.settle()
+        assert w.receivers[0].store.capacity_bytes == capacity_bytes
+        assert w.senders[0, 0].capacity_bytes == capacity_bytes
+    off = world(capacity_bytes=0)
+    off.receivers[0].resize(100)
+    assert off.receivers[0].store.capacity_bytes == 0
 
 
 def test_a_refusal_alone_is_news():

@@ -361,8 +361,10 @@ class Receiver:
         self._settle()
 
     def resize(self, capacity_bytes: int) -> None:
-        """Changes C. A shrink below the pinned bytes lets them end first."""
-        self.store.resize(max(self.limits.min_capacity_bytes, capacity_bytes))
+        """Changes C, up to that of the start: the rest of the memory is planned for others. A
+        shrink below the pinned bytes lets them end first."""
+        chosen = min(capacity_bytes, self.limits.capacity_bytes)
+        self.store.resize(max(self.limits.min_capacity_bytes, chosen))
         self.admission.grace_bytes = self._grace()
         self.admission.reject_hopeless()
         for session in self.sessions.values():

@@ -61,7 +61,8 @@ class CacheAdmin(Protocol):
         ...
 
     async def resize_ipc_cache(self, size_bytes: int) -> int:
-        """New capacity of every connected engine's value cache. Returns the number told."""
+        """New capacity of every connected engine's value cache. Returns the number told; each keeps
+        within its own bounds."""
         ...
 
     async def order_lora(self, action: LoraAction, name: str, path: str) -> int:
@@ -139,8 +140,8 @@ def build_admin_router(admin: CacheAdmin, served_name: str) -> APIRouter:
     @router.post("/resize_ipc_cache")
     async def resize_ipc_cache(body: ResizeRequest) -> ResizeResponse:
         """Resizes every connected engine's value cache until its next start; values in use stay
-        until released. An engine keeps room for its largest request: see its
-        foveal_cache_capacity_bytes."""
+        until released. An engine keeps room for its largest request, and has no more than at its
+        start, for which its memory is planned: see its foveal_cache_capacity_bytes."""
         told = await admin.resize_ipc_cache(body.bytes)
         return ResizeResponse(bytes=body.bytes, num_engines=told)
 
