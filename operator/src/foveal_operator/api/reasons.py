@@ -145,7 +145,11 @@ DEADLINE_EXCEEDED = Reason(
     True,
 )
 MIRRORED = Reason("Mirrored")
-SESSION_DOWN = Reason("SessionDown", "Check NetworkPolicies between frontends and engines.")
+SESSION_DOWN = Reason(
+    "SessionDown",
+    "Check NetworkPolicies between frontends and engines, and the logs of frontends for "
+    "'incompatible'.",
+)
 STALE_HINTS = Reason("StaleHints", "Raise caches.ipc.size: values leave before they are used.")
 ROUTED = Reason("Routed")
 ROUTE_PENDING = Reason("RoutePending", "Check the Gateway's listeners and allowed routes.")

@@ -6,6 +6,8 @@ import time
 import pytest
 
 from foveal_runtime.frontend.engines.link import DEAD_AFTER_SECONDS
+from foveal_runtime.mirror import receiver
+from foveal_runtime.mirror.messages import PROTOCOL_VERSION
 from foveal_runtime.plan.errors import (
     EngineFailure,
     Overloaded,
@@ -53,6 +55,32 @@ async def test_drain_moves_requests_and_takes_no_new_ones():
         await collect(client, make_request("b", 1))
         assert len(victim.served) == 1
         assert client.stats.resubmissions == {"draining": 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("version_mismatch", "another version of the protocol"),
+        ("ns_mismatch", "files of the model"),
+    ],
+)
+async def test_the_log_says_what_to_do_with_an_engine_that_does_not_fit(
+    reason, says, caplog, monkeypatch
+):
+    """A tag that was moved, or files of a claim that were replaced, while pods ran."""
+    async with running(1) as (scripted, client):
+        [engine], [link] = scripted.engines.values(), client.links()
+        if reason == "ns_mismatch":
+            engine.namespace = b"o" * 16
+        else:
+            monkeypatch.setattr(receiver, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+        engine.restart()
+        await until(lambda: link.last_end == reason)
+        assert client.num_ready_engines() == 0
+    [line] = [one.getMessage() for one in caplog.records if reason in one.getMessage()]
+    assert "incompatible: " in line
+    assert says in line
+    assert "start frontends and engines again" in line
 
 
 async def test_engine_restart_empties_the_mirror_and_values_go_again():

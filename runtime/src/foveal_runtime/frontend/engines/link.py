@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from foveal_runtime.frontend.engines.run import Lost, Rejected, Stream
+from foveal_runtime.frontend.engines.run import INCOMPATIBLE, Lost, Rejected, Stream
 from foveal_runtime.frontend.engines.shared_values import SharedValues
 from foveal_runtime.frontend.items.prepared import PreparedItem, PreparedRequest
 from foveal_runtime.mirror.messages import (
@@ -236,7 +236,8 @@ class EngineLink:
             if stream is not None:
                 stream.push(Lost(reason))
         if is_news:
-            log.warning("session with engine %s ended: %s", self.endpoint, reason)
+            words = INCOMPATIBLE.get(reason, reason)
+            log.warning("session with engine %s ended: %s", self.endpoint, words)
         self._on_change(self)
 
     def _take(self, rid: RequestId) -> Stream | None:

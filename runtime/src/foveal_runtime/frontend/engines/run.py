@@ -42,6 +42,14 @@ soon enough to wait for; dead of another request, or of this one and no other.""
 Life = tuple[str, int]
 """(endpoint, boot) of an engine."""
 
+INCOMPATIBLE = {
+    "version_mismatch": "version_mismatch (incompatible: another version of the protocol; start "
+    "frontends and engines again, from one image)",
+    "ns_mismatch": "ns_mismatch (incompatible: the files of the model are not those that this "
+    "frontend has read; start frontends and engines again, with the same files)",
+}
+"""Ends of a session that no time mends, in words for the log."""
+
 
 class EngineRun:
     """One sequence over all its attempts."""
