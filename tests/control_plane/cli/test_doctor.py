@@ -128,6 +128,24 @@ def attribute(name: str, value: Any) -> Any:
     return lambda reader: setattr(reader, name, value)
 
 
+def operators(*watched: str) -> Any:
+    """One for each; what it watches is what the chart gives to --namespaces."""
+
+    def change(reader: FakeReader) -> None:
+        reader.answers["/apis/apps/v1/deployments"] = {"items": [
+            {
+                "metadata": {"namespace": f"n{i}", "name": "foveal"},
+                "spec": {"replicas": 1, "template": {"spec": {"containers": [
+                    {"name": "operator", "args": [f"--namespaces={names}", "--workers=8"]}
+                ]}}},
+                "status": {"readyReplicas": 1},
+            }
+            for i, names in enumerate(watched)
+        ]}  # fmt: skip
+
+    return change
+
+
 CASES: dict[str, tuple[Any, str, str, str]] = {
     "old cluster": (
         answer("/version", {"minor": "30+", "gitVersion": "v1.30.1"}),
@@ -147,6 +165,11 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
                         "is installed and not established"),
     "no operator": (answer("/apis/apps/v1/deployments", {"items": []}), "fail", "operator",
                     "no operator found (by its chart's labels)"),
+    "two operators": (operators("", "models,other"), "warn", "operator",
+                      "n0/foveal and n1/foveal act on namespace models, and each changes back what "
+                      "the other writes"),
+    "operator elsewhere": (operators("other,third"), "warn", "operator",
+                           "none acts on namespace models"),
     "no rights": (attribute("denied", {("get", "multimodalinferences")}), "fail", "your rights",
                   "in models you may not get multimodalinferences"),
     "few rights": (attribute("denied", {("list", "events")}), "warn", "your rights",
@@ -180,6 +203,15 @@ def test_each_trouble_is_found_and_has_a_next_step(case: str) -> None:
     change(reader)
     assert (level, area, text) in bad(reader)
     assert all(finding.next_step for finding in findings(reader) if finding.level != "ok")
+
+
+def test_operators_that_share_no_namespace_are_in_order() -> None:
+    reader = healthy()
+    operators("models", "other,models-2")(reader)
+    assert bad(reader) == []
+    off = reader.answers["/apis/apps/v1/deployments"]["items"][1]  # type: ignore[index]
+    off["spec"] = {"replicas": 0}
+    assert ("warn", "operator") not in {found[:2] for found in bad(reader)}
 
 
 def test_large_bounds_as_the_api_server_prints_them_are_no_difference() -> None:

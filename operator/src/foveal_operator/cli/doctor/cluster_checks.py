@@ -80,7 +80,10 @@ def clock_findings(reader: Reader) -> Iterator[Finding]:
 
 def definition_findings(reader: Reader) -> Iterator[Finding]:
     area = "definition"
-    apply = "kubectl apply -f crds/ of this release (Helm does not upgrade definitions)"
+    apply = (
+        "upgrade the chart, which holds it (helm upgrade); where crds.enabled is false, kubectl "
+    )
+    apply += "apply -f crds/ of this release"
     try:
         found = reader.get(_CRD)
     except ForbiddenError:
@@ -192,14 +195,17 @@ def _quotas(reader: Reader) -> Iterator[Finding]:
 
 
 def operator_findings(reader: Reader) -> Iterator[Finding]:
-    """Whether anybody acts on resources."""
-    area = "operator"
+    """Whether somebody acts on the namespace's resources, and only one."""
+    area, acting = "operator", []
     found = reader.get("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR) or {}
     for item in found.get("items") or ():
         namespace = item["metadata"].get("namespace", "-")
         where = f"{namespace}/{item['metadata']['name']}"
         ready = item.get("status", {}).get("readyReplicas", 0)
         wanted = item.get("spec", {}).get("replicas", 1)
+        watched = _watched(item)
+        if wanted and (not watched or reader.namespace in watched):
+            acting.append(where)
         if ready < 1:
             yield fail(area, f"{where} has no ready pod",
                        f"kubectl -n {namespace} describe pods -l {OPERATOR_SELECTOR}")  # fmt: skip
@@ -211,6 +217,21 @@ def operator_findings(reader: Reader) -> Iterator[Finding]:
     if not found.get("items"):
         install = "helm install foveal charts/foveal -n foveal-system --create-namespace"
         yield fail(area, "no operator found (by its chart's labels)", install)
+    elif not acting:
+        yield warn(area, f"none acts on namespace {reader.namespace}", "name the one of your "
+                   "resources with -n, or add it to the chart's rbac.watchNamespaces")  # fmt: skip
+    elif len(acting) > 1:
+        yield warn(area, f"{' and '.join(acting)} act on namespace {reader.namespace}, and each "
+                   "changes back what the other writes", "keep one, or give each namespaces of "
+                   "its own (rbac.scope: namespaced, rbac.watchNamespaces)")  # fmt: skip
+
+
+def _watched(deployment: Obj) -> list[str]:
+    """Namespaces that an operator watches; none for all."""
+    containers = deployment.get("spec", {}).get("template", {}).get("spec", {}).get("containers")
+    given = [arg for one in containers or () for arg in (one.get("args") or ())]
+    names = [arg.partition("=")[2] for arg in given if arg.startswith("--namespaces=")]
+    return [name for name in (names[-1] if names else "").split(",") if name]
 
 
 MIN_NODE_BYTES = 4 * 1024**3
