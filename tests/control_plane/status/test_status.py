@@ -298,6 +298,9 @@ def test_trouble_of_the_current_revision_is_told() -> None:
     assert status.last_failure is not None
     assert status.last_failure.exit_code == 2
     assert status.last_failure.message == "foveal-runtime: no such field"
+    # As after an upgrade, which keeps the image: an edit uses a field that only the next one knows.
+    (text,) = (c.message for c in status.conditions if c.type == "EnginesReady")
+    assert "newer image (spec.image)" in text
 
 
 def test_pods_that_are_starting_have_no_trouble() -> None:

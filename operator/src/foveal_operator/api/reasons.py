@@ -132,7 +132,10 @@ SHM_FULL = Reason(
     "ShmFull", "Make the shared volume at least as large as caches.ipc.size, or lower that."
 )
 INVALID_ARGUMENT = Reason(
-    "InvalidArgument", "The runtime refused its document: correct the field it names.", True
+    "InvalidArgument",
+    "Correct the field that the runtime names; one that it does not know needs a newer image "
+    "(spec.image).",
+    True,
 )
 CRASHED = Reason("Crashed", "Read status.lastFailure and the pod's log.")
 EVICTED = Reason(
