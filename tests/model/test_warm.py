@@ -11,6 +11,7 @@ from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request
 from foveal_runtime.model.device import Device
+from foveal_runtime.model.runner import traits
 from foveal_runtime.model.runner.encoder import EncoderStore
 
 pytestmark = pytest.mark.model
@@ -80,6 +81,25 @@ def test_a_restarted_runner_answers_from_the_warm_set(name: str, bench, tmp_path
     assert scheduler.encoder.hits[0, "host"] >= 1
     for job, prompt in zip(again, reversed(prompts), strict=True):
         other.check(job, prompt)
+
+
+def test_outputs_of_another_release_are_encoded_again(bench, tmp_path, monkeypatch) -> None:
+    """A release may encode, or read media, otherwise under the same key: what it puts right must
+    not come back from the disk."""
+    one = bench("llava")
+    kind = next(iter(one.case.items))
+    job = one.job("first", one.prompt(5, [(kind, 1)]))
+    embeds = job.mm_inputs[0].placeholder.num_embeds
+    scheduler = scheduler_of(one.runner, cache_embeds=embeds, host_bytes=0)
+    answer(scheduler, one.runner, [job])
+    warm = WarmSet(str(tmp_path), 1 << 20, namespace=b"n" * 16, traits=one.runner.traits)
+    assert warm.save(scheduler.encoder, one.runner) == 1
+
+    monkeypatch.setattr(traits, "runtime_version", lambda: "99.0.0")
+    newer = traits.read_traits(one.runner.loaded)
+    warm = WarmSet(str(tmp_path), 1 << 20, namespace=b"n" * 16, traits=newer)
+    scheduler = scheduler_of(one.runner, cache_embeds=embeds, host_bytes=0)
+    assert warm.load(scheduler.encoder, one.runner) == ([], [])
 
 
 def test_a_file_gives_only_what_fits_the_model(tmp_path) -> None:

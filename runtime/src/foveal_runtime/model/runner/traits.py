@@ -18,6 +18,7 @@ from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.layers.layer_parts import deepstack_levels
 from foveal_runtime.plan.embedder import longest_input
 from foveal_runtime.plan.sampling import grammar_version
+from foveal_runtime.telemetry.startup import runtime_version
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
@@ -51,7 +52,8 @@ def read_traits(loaded: LoadedModel, state_bytes: int = 0) -> ModelTraits:
         embed_width=int(text.hidden_size) if multimodal else 0,
         embed_levels=levels,
         embed_bytes=int(text.hidden_size) * levels * loaded.dtype.itemsize if multimodal else 0,
-        embed_kind=f"{loaded.dtype} transformers {transformers.__version__}",
+        embed_kind=f"{loaded.dtype} transformers {transformers.__version__} "
+        f"foveal {runtime_version()}",
         value_bytes=loaded.dtype.itemsize,
         grammars=grammar_version() if has_grammars else "",
         state_bytes=state_bytes,
