@@ -154,7 +154,7 @@ def test_words_that_a_log_shows_are_logged() -> None:
     named = set()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for line in re.findall(r"Log lines with ((?:`[^`]+`(?: or )?)+)", text):
+        for line in re.findall(r"Log lines with ((?:`[^`]+`(?: or |, | \()?)+)", text):
             named |= set(re.findall(r"`([^`]+)`", line))
         named |= set(re.findall(r"`([^`]+)` in the log", text))
     assert len(named) > 3

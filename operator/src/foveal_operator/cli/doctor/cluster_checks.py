@@ -82,8 +82,8 @@ def definition_findings(reader: Reader) -> Iterator[Finding]:
     area = "definition"
     apply = (
         "upgrade the chart, which holds it (helm upgrade); where crds.enabled is false, kubectl "
+        "apply -f crds/ of this release"
     )
-    apply += "apply -f crds/ of this release"
     try:
         found = reader.get(_CRD)
     except ForbiddenError:
