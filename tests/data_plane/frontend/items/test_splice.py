@@ -297,6 +297,45 @@ def test_options_that_are_not_the_users(loaded):
             processor.process(0, image, {name: "x"})
 
 
+GEOMETRY = {
+    "qwen2_vl": ({"merge_size": 1}, {"patch_size": 2}, {"temporal_patch_size": 1}),
+    "gemma4": ({"pooling_kernel_size": 1},),
+    "gemma3": ({"size": {"height": 16, "width": 16}},),
+    "llava": ({"crop_size": {"height": 16, "width": 16}}, {"input_data_format": "channels_last"}),
+    "llava_next": ({"image_grid_pinpoints": [[64, 64]]},),
+    "idefics3": ({"max_image_size": {"longest_edge": 16}},),
+    "lfm2_vl": ({"downsample_factor": 1}, {"encoder_patch_size": 8}, {"tile_size": 256}),
+    "granite_docling": ({"fine_route": True},),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_options_may_not_contradict_the_weights(loaded, name):
+    """`merge_size: 1` put the patches of an image into another order, and a 200 described that;
+    other sizes failed in the engine. What says no more than the model does is taken."""
+    processor, _ = loaded(name)
+    image, part = png(0, 90, 60), processor.processor.image_processor
+    for given in GEOMETRY[name]:
+        (option,) = given
+        with pytest.raises(InvalidRequest, match=f"{option} is the model's own") as caught:
+            processor.decode(0, image, given)
+        assert caught.value.param == f"mm_processor_kwargs.{option}"
+        processor.decode(0, image, {option: part.to_dict().get(option)})
+
+
+def test_options_that_nothing_reads_are_refused(loaded):
+    """Attributes of an extractor that its call does not take changed nothing."""
+    sound, _ = loaded("voxtral")
+    with pytest.raises(InvalidRequest, match="hop_length is not an option"):
+        sound.decode(2, wav(0.7), {"hop_length": 80})
+    media = sound.decode(2, wav(0.7), {"sampling_rate": 16000, "do_normalize": True})
+    with pytest.raises(InvalidRequest, match="max_source_positions is the model's own"):
+        sound.decode(2, wav(0.7), {"max_source_positions": 1500})
+    plain, normal = (sound.process(2, media, {"do_normalize": on}) for on in (False, True))
+    assert plain == sound.process(2, media, {})
+    assert plain != normal
+
+
 def test_what_a_processor_refuses_is_a_clear_error(loaded):
     processor, _ = loaded("qwen2_vl")
     thin = processor.decode(0, png(0, 3000, 4), {})

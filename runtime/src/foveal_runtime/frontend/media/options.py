@@ -8,6 +8,7 @@ those of its items.
 
 from __future__ import annotations
 
+import inspect
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,6 +24,12 @@ _SIZING = re.compile(
     r"size|edge|pixel|resize|crop|pad|patch|tile|split|slice|frame|scale|downsample|length|token|"
     r"pan_and_scan"
 )
+_MODEL = re.compile(
+    r"patch_size|merge_size|kernel_size|tile_size|max_image_size|downsample|pinpoints|positions"
+    r"|sampling_rate|data_format|fine_route"
+)
+"""What the model's weights, and its code, take for granted: with another patch or grid an encoder
+sees a jumbled image, and says nothing."""
 _GROUPS = ("images_kwargs", "videos_kwargs", "audio_kwargs")
 _PARTS = ("image_processor", "video_processor", "feature_extractor")
 
@@ -36,7 +43,8 @@ def known_options(processor: Any, modality: int) -> frozenset[str]:
     kinds.append(_hints(declared).get(_GROUPS[modality]))
     for kind in kinds:
         names |= set(_hints(kind))
-    names |= set(_defaults(part))
+    for called in ("preprocess", "__call__"):
+        names |= _parameters(getattr(type(part), called, None))
     if modality == 1 and part is not None:
         names = names.difference(SAMPLING) | sampling_options(part)
     return frozenset(names)
@@ -84,12 +92,20 @@ def check(
             raise _refused(name, "must be an object with options of media that the request has")
         if name not in known:
             raise _refused(name, "is not an option of this model's processor")
-        if name in ("num_frames", "fps"):
+        if _MODEL.search(name) or _is_exact(defaults.get(name)):
+            if value is not None and value != defaults.get(name):
+                raise _refused(name, f"is the model's own: it is {defaults.get(name)!r}")
+        elif name in ("num_frames", "fps"):
             most = limits.max_frames if name == "num_frames" else MAX_FPS
             if value is not None and (not _is_number(value) or not 0 < value <= most):
                 raise _refused(name, f"must be a number above 0 and at most {most}")
         elif _SIZING.search(name):
             _check_size(name, value, defaults.get(name))
+
+
+def _is_exact(default: Any) -> bool:
+    """Height and width are what the encoder takes, the lengths of edges a limit."""
+    return isinstance(default, Mapping) and default.keys() == {"height", "width"}
 
 
 def _check_size(name: str, value: Any, default: Any) -> None:
@@ -116,6 +132,15 @@ def _hints(kind: Any) -> dict[str, Any]:
         return typing.get_type_hints(kind)
     except (NameError, TypeError):  # names that only a type checker imports
         return dict(getattr(kind, "__annotations__", {}))
+
+
+def _parameters(function: Any) -> set[str]:
+    """Those that it names."""
+    if function is None:
+        return set()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = inspect.signature(function).parameters.values()
+    return {one.name for one in found if one.kind in kinds} - {"self"}
 
 
 def _defaults(part: Any) -> dict[str, Any]:

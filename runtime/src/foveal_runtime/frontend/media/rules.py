@@ -75,7 +75,7 @@ def _run_voxtral(
     positions, of which four make one embedding.
     """
     extractor = processor.feature_extractor
-    settings = dict(processor.audio_kwargs)
+    settings = {**processor.audio_kwargs, **options}
     positions = int(settings.pop("max_source_positions", 3000))
     features = extractor(media[0], **settings)["input_features"]
     chunks = features.reshape(extractor.feature_size, -1, positions).transpose(0, 1)
