@@ -64,6 +64,37 @@ def test_flac_without_a_length_is_read_to_its_end() -> None:
         decode_audio(recorded("flac", "flac", "mono", 0.5, seconds=3.5), LIMITS, RATE)
 
 
+def test_w64_of_a_pipe_is_read_to_its_end() -> None:
+    """Its data is said to be as long as a number can say, which nothing would read."""
+    assert len(decode_audio(recorded("w64", "pcm_s16le", "mono", 0.5), LIMITS, RATE)) == RATE
+    with pytest.raises(MediaTooLarge, match="lasts 3"):
+        decode_audio(recorded("w64", "pcm_s16le", "mono", 0.5, seconds=3.5), LIMITS, RATE)
+
+
+@pytest.mark.parametrize("riff", [0, 36, 2**32 - 1])
+def test_wav_whose_header_counts_nothing_is_read_to_its_end(riff: int) -> None:
+    """What is written before its samples, and never again, was audio without samples."""
+
+    def opened(file: bytes) -> bytes:
+        return file[:4] + riff.to_bytes(4, "little") + file[8:40] + bytes(4) + file[44:]
+
+    whole = tone(1.0)
+    assert np.array_equal(
+        decode_audio(opened(whole), LIMITS, RATE), decode_audio(whole, LIMITS, RATE)
+    )
+    with pytest.raises(MediaTooLarge, match="lasts"):
+        decode_audio(opened(tone(3.5)), LIMITS, RATE)
+
+
+def test_wav_without_samples_is_empty_whatever_follows() -> None:
+    after = b"LIST" + (400).to_bytes(4, "little") + b"INFO" + bytes(396)
+    whole = tone(0)
+    for file in (whole, whole[:4] + (len(whole + after) - 8).to_bytes(4, "little")
+                 + whole[8:] + after):  # fmt: skip
+        with pytest.raises(MediaInvalid, match="no samples"):
+            decode_audio(file, LIMITS, RATE)
+
+
 def tone(seconds: float) -> bytes:
     buffer = io.BytesIO()
     samples = np.sin(np.arange(int(seconds * RATE)) / 9).astype(np.float32)

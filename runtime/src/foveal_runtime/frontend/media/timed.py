@@ -30,6 +30,9 @@ READING = b"timed-4"
 _BLOCK_FRAMES = 1 << 14
 _UNKNOWN_FRAMES = (1 << 63) - 1
 """What libsndfile says of a FLAC that was written without its length, as it was recorded."""
+_DATA_OF_W64 = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
+_OPEN_W64 = _DATA_OF_W64 + _UNKNOWN_FRAMES.to_bytes(8, "little")
+"""What FFmpeg writes where it cannot go back to say how much there is; libsndfile refuses it."""
 MAX_RATE = 384_000
 MAX_SAMPLE = 2.0**32
 """Beyond what any scale of integers gives: its square, summed up, leaves 32-bit floats."""
@@ -53,10 +56,14 @@ def decode_audio(
     import soundfile
 
     check_bytes(data, limits, "audio")
+    if data[:4] == b"riff":
+        data = bytes(data).replace(_OPEN_W64, _DATA_OF_W64 + bytes(8), 1)
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             mono, rate = _read_mono(file, limits), file.samplerate
     except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError):
+        mono, rate = _av_audio(data, limits)
+    if len(mono) == 0 and _has_open_end(data):
         mono, rate = _av_audio(data, limits)
     if len(mono) == 0:
         raise MediaInvalid("audio has no samples")
@@ -76,6 +83,13 @@ def decode_audio(
             f"{heard / sampling_rate:g} s of a part; send it in pieces"
         )
     return np.ascontiguousarray(mono, dtype=np.float32)
+
+
+def _has_open_end(data: bytes | memoryview) -> bool:
+    """Whether it is a WAV whose header counts less than there is, as a pipe leaves it; libsndfile
+    takes a size of 0 at its word, and FFmpeg for all that follows."""
+    size = int.from_bytes(data[4:8], "little")
+    return data[:4] == b"RIFF" and not len(data) <= size + 8 < 1 << 32
 
 
 def _read_mono(file: Any, limits: ModalityLimits) -> np.ndarray[Any, Any]:
