@@ -134,6 +134,25 @@ def test_reasoning_comes_under_the_name_that_a_template_reads(name: str, sent: s
     assert found.render(asked).text == "u<think>hm</think>t"
 
 
+def test_reasoning_is_a_part_where_a_template_reads_it_there() -> None:
+    """Ministral 3's and Magistral's: the model did not see what it had thought before."""
+    part = (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{% if p.type == 'thinking' %}[THINK]{{ p.thinking }}[/THINK]{% else %}{{ p.text }}"
+        "{% endif %}{% endfor %}{% endif %}"
+    )
+    found = template(PLAIN.replace(TEXT, part))
+    parts = [TextPart(type="text", text="t")]
+    call = {"id": "x", "function": {"name": "a", "arguments": "{}"}}
+    for content, calls, written in (("t", [], "t"), (parts, [], "t"), (None, [call], "(a)")):
+        said = Message(role="assistant", content=content, tool_calls=calls, reasoning_content="hm")
+        asked = [Message(role="user", content="u"), said, Message(role="user", content="v")]
+        assert found.render(asked).text == f"u[THINK]hm[/THINK]{written}v"
+    said = Message(role="assistant", content="t", reasoning_content="hm")
+    for source in (PLAIN, PLAIN.replace(TEXT, "{{ m.content }}")):
+        assert template(source).render([Message(role="user", content="u"), said]).text == "ut"
+
+
 def test_a_template_that_takes_tools_and_writes_any_role_has_a_role_for_results() -> None:
     """LFM2.5's names no `tool`: the model read results as the user's words."""
     calls = "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}"

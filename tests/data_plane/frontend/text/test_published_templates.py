@@ -106,6 +106,14 @@ def test_a_template_tells_its_format(folder, name):
         assert squeezed(call) in squeezed(text)
 
 
+@pytest.mark.parametrize("name", sorted(THINKING - {"deepseek-ai-DeepSeek-V3.1"}))
+def test_reasoning_that_is_sent_back_is_in_the_prompt(folder, name):
+    """DeepSeek V3.1's leaves it out."""
+    asked, called, result = HISTORY
+    thought = called.model_copy(update={"reasoning_content": "what a day"})
+    assert "what a day" in template_of(folder, name).render([asked, thought, result]).text
+
+
 def test_every_row_has_a_template_or_a_reason():
     """Llama 4's and SmolVLM's own templates are in no package: their rows are tried with templates
     of ours (`test_turns`)."""

@@ -201,6 +201,9 @@ class ChatTemplate:
         else:
             found, text = self._plain_parts(content, f"{path}.content", parts, pages)
             content_out = found if as_parts else text
+        if reasoning and self.probed.takes_thinking_parts:
+            said = content_out if as_parts else [{"type": "text", "text": content_out}]
+            content_out = [{"type": "thinking", "thinking": reasoning}, *said]
         plain["content"] = content_out
         return plain
 

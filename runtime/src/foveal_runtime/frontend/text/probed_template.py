@@ -26,7 +26,7 @@ from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest
 
 _PROBE = "fovealprobe"
-_LISTED = re.compile(f"['\"]text['\"]\\s*:\\s*['\"]{_PROBE}")
+_LISTED = re.compile(f"['\"](text|thinking)['\"]\\s*:\\s*['\"]{_PROBE}")
 """The probe's list of parts, written out as one."""
 _MAX_PROBED_ROLES = 64
 _SHORT_ID, _LONG_ID = "probe1234", "call_probe_0123456789"
@@ -150,6 +150,17 @@ class ProbedTemplate:
         known = (name for mark, name in UNTOLD if self._tokenizer.marks(mark))
         name = next(known, "" if self.takes_tools else "json")
         return FORMATS[name] if name else None
+
+    @cached_property
+    def takes_thinking_parts(self) -> bool:
+        """Whether the model's reasoning is a part of its message, as with Mistral's templates."""
+        parts = [{"type": "thinking", "thinking": _PROBE}, {"type": "text", "text": "x"}]
+        said = {"role": "assistant", "content": parts}
+        try:
+            out = self.apply([self._said("user"), said, self._said("user")])
+        except TEMPLATE_ERRORS:
+            return False
+        return _PROBE in out and not _LISTED.search(out)
 
     @cached_property
     def call_rules(self) -> CallRules:
