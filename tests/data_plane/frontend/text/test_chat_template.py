@@ -229,6 +229,34 @@ def test_later_system_messages_are_part_of_the_first(source: str) -> None:
     assert found.render(users).text == "<|system|>one<|user|>u<|user|>v"
 
 
+@pytest.mark.parametrize("write", [LISTS, "{{ m.content }}"])
+@pytest.mark.parametrize("refused", ["{{ raise_exception('System role not supported') }}", ""])
+def test_system_messages_begin_the_users_turn_where_a_template_has_none(
+    write: str, refused: str
+) -> None:
+    """Gemma 2's refuses them, and so every request with tools, which it has none for; others leave
+    them out without a word."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}"
+        + f"{refused}{{% else %}}<|{{{{ m.role }}}}|>{write}"
+        + "{% endif %}{% endfor %}"
+    )
+    found = template(source)
+    assert found.render(LATER).text == (
+        "<|user|>one\n\ntwo\n\nthree\n\nu\nv<|assistant|>a<|user|>w"
+    )
+    assert found.render(LATER[:1]).text == "<|user|>one"
+    assert found.render([LATER[0], LATER[5]]).text == "<|user|>one<|assistant|>a"
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    told = found.render([LATER[2]], tools=[tool]).text
+    assert told.startswith("<|user|>You can call functions.")
+    assert '"look"' in told
+    assert told.endswith("\n\nu")
+    talk = found.render([LATER[0], Message(role="user", content=PARTS)])
+    assert talk.text.startswith("<|user|>one\n\na")
+    assert len(talk.parts) == 1
+
+
 def test_developers_are_systems_where_a_template_takes_one_only_at_the_beginning() -> None:
     """gpt-oss names the role, but leaves out or refuses such a message after the first."""
     source = FIRST.replace("== 'system'", "in ['system', 'developer']")

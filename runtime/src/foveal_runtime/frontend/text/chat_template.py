@@ -28,7 +28,7 @@ from foveal_runtime.frontend.protocol.messages import (
     check_variables,
 )
 from foveal_runtime.frontend.text.call_history import fit_calls
-from foveal_runtime.frontend.text.parts import join_messages, media_part
+from foveal_runtime.frontend.text.parts import join_messages, media_part, said_by_user
 from foveal_runtime.frontend.text.probed_template import TEMPLATE_ERRORS, ProbedTemplate
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
@@ -124,6 +124,8 @@ class ChatTemplate:
                 told["tools"] = tools
             else:
                 self._tell_tools(plain, tools)
+        if plain and plain[0]["role"] == "system" and not self.probed.takes_systems:
+            plain = said_by_user(plain)
         try:
             text = self.probed.apply(
                 plain,

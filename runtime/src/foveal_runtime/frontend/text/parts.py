@@ -122,6 +122,16 @@ def join_messages(
     return out
 
 
+def said_by_user(plain: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates without system messages: the first one begins the user's turn after it, as
+    Gemma 3's own template has it."""
+    system, *rest = plain
+    if not rest or rest[0]["role"] != "user":
+        return [{**system, "role": "user"}, *rest]
+    content = _joined(system["content"], rest[0]["content"], "\n\n")
+    return [{**rest[0], "content": content}, *rest[1:]]
+
+
 def _joined(before: Any, after: Any, gap: str) -> Any:
     """Two contents as one, both texts or both parts, with `gap` between two texts."""
     if isinstance(before, str):

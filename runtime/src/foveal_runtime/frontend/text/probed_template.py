@@ -95,11 +95,7 @@ class ProbedTemplate:
             before.append({"role": "assistant", "content": "", "tool_calls": [call]})
         after = [self._said("user")] if opens else []
         for content in ([{"type": "text", "text": _PROBE}], _PROBE):
-            try:
-                out = self.apply([*before, {"role": role, "content": content, **more}, *after])
-            except TEMPLATE_ERRORS:
-                continue
-            if _PROBE in out and not _LISTED.search(out):
+            if self._writes([*before, {"role": role, "content": content, **more}, *after]):
                 return isinstance(content, list)
         return True
 
@@ -120,13 +116,8 @@ class ProbedTemplate:
 
     def _probe_tools(self) -> bool:
         function = {"name": _PROBE, "description": "x", "parameters": {"type": "object"}}
-        try:
-            out = self.apply(
-                [self._said("user")], tools=[{"type": "function", "function": function}]
-            )
-        except TEMPLATE_ERRORS:
-            return False
-        return _PROBE in out
+        tool = {"type": "function", "function": function}
+        return self._writes([self._said("user")], tools=[tool])
 
     def _probe_calls(self) -> Format | None:
         """The format in which the template writes a call; where it writes none, the vocabulary
@@ -152,12 +143,21 @@ class ProbedTemplate:
         return FORMATS[name] if name else None
 
     @cached_property
+    def takes_systems(self) -> bool:
+        """Whether a system message at the beginning comes out; Gemma 2's refuses it."""
+        return self._writes([self._said("system", _PROBE), self._said("user")])
+
+    @cached_property
     def takes_thinking_parts(self) -> bool:
         """Whether the model's reasoning is a part of its message, as with Mistral's templates."""
         parts = [{"type": "thinking", "thinking": _PROBE}, {"type": "text", "text": "x"}]
         said = {"role": "assistant", "content": parts}
+        return self._writes([self._said("user"), said, self._said("user")])
+
+    def _writes(self, messages: list[dict[str, Any]], **variables: Any) -> bool:
+        """Whether the probe comes out, and not in a list that is written out."""
         try:
-            out = self.apply([self._said("user"), said, self._said("user")])
+            out = self.apply(messages, **variables)
         except TEMPLATE_ERRORS:
             return False
         return _PROBE in out and not _LISTED.search(out)
@@ -221,10 +221,7 @@ class ProbedTemplate:
     def _takes(self, role: str) -> bool:
         known = self._roles.get(role)
         if known is None:
-            try:
-                known = _PROBE in self.apply([self._said("user"), self._said(role, _PROBE)])
-            except TEMPLATE_ERRORS:
-                known = False
+            known = self._writes([self._said("user"), self._said(role, _PROBE)])
             if len(self._roles) < _MAX_PROBED_ROLES:
                 self._roles[role] = known
         return known
