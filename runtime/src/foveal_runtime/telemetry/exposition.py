@@ -101,8 +101,12 @@ def merge(expositions: Iterable[list[Family]], form: PageFormat = TEXT) -> bytes
         union = Family(family.name, family.documentation, family.type)
         union.samples = list(samples.values())
         out.append(union)
+    return render(out, form)
+
+
+def render(families: Iterable[Family], form: PageFormat = TEXT) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(out))
+    registry.register(_Families(families))
     return form.render(registry)
 
 

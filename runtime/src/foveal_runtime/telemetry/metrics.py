@@ -24,7 +24,7 @@ from prometheus_client.samples import Exemplar
 from foveal_runtime.plan.metrics import METRICS
 from foveal_runtime.plan.metrics.gen_ai import PROVIDER
 from foveal_runtime.plan.metrics.metric import TOKEN_BUCKETS, Metric, Role
-from foveal_runtime.telemetry.exposition import TEXT, PageFormat
+from foveal_runtime.telemetry.exposition import TEXT, PageFormat, render
 from foveal_runtime.telemetry.histogram import Histogram
 
 LabelValues = tuple[str, ...]
@@ -289,8 +289,13 @@ class Metrics(Collector):
             if family.samples:
                 yield family
 
+    def families(self) -> list[Family]:
+        """As they are now, so that another thread can write them out, which takes most of the time
+        of a page."""
+        return list(self._registry.collect())
+
     def exposition(self, form: PageFormat = TEXT) -> bytes:
-        return form.render(self._registry)
+        return render(self.families(), form)
 
     def _of(self, name: str, kind: str) -> _Series:
         series = self._series[name]

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,22 @@ async def test_page_shows_peers_and_survives_their_absence(start: Any) -> None:
     assert total(text, "foveal_ready", process="other") == 1
     assert total(text, "foveal_metrics_peers_unreachable", process="frontend-0") == 1
     assert total(own, "vllm:request_success_total", finished_reason="stop") == 1
+
+
+async def test_pages_are_written_beside_the_event_loop() -> None:
+    """That takes most of their time, and no key is asked for."""
+    threads = []
+
+    def render(registry: Any) -> bytes:
+        threads.append(threading.get_ident())
+        return TEXT.render(registry)
+
+    form = PageFormat(TEXT.content_type, render, TEXT.families)
+    metrics = Metrics("frontend", model_name="m", process="p")
+    for peers in ((), ("http://127.0.0.1:9/metrics",)):
+        assert b"python_info" in await MetricsPage(metrics, peers).text(form)
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
 
 
 async def test_pages_are_made_one_at_a_time(start: Any) -> None:

@@ -29,6 +29,7 @@ from foveal_runtime.telemetry.exposition import (
     format_of,
     merge,
     parse,
+    render,
 )
 from foveal_runtime.telemetry.metrics import Metrics
 
@@ -73,7 +74,7 @@ class MetricsPage:
         new."""
         peers = self._siblings if own else (*self._siblings, *self._peers)
         if not peers:
-            return self._metrics.exposition(form)
+            return await _written(self._metrics, form)
         found = await asyncio.gather(*(self._fetch(peer, form) for peer in peers))
         missing = [peer for peer, page in zip(peers, found, strict=True) if page is None]
         pages = [page for page in found if page is not None]
@@ -83,9 +84,9 @@ class MetricsPage:
             if peer in self._siblings
         ]
         self._metrics.set(_UNREACHABLE, len(missing))
-        mine = self._metrics.exposition(form).decode()
+        mine = self._metrics.families()
         self._metrics.clear(_UNREACHABLE)  # of this answer alone: a sibling may ask for the next
-        return await asyncio.to_thread(lambda: merge([parse(mine, form), *pages], form))
+        return await asyncio.to_thread(merge, [mine, *pages], form)
 
     async def _fetch(self, peer: str, form: PageFormat) -> list[Family] | None:
         path = peer.removeprefix("unix:") if peer.startswith("unix:") else None
@@ -109,6 +110,11 @@ class MetricsPage:
             return None
 
 
+async def _written(metrics: Metrics, form: PageFormat) -> bytes:
+    """Read at once and written in a thread: the event loop has better to do."""
+    return await asyncio.to_thread(render, metrics.families(), form)
+
+
 def _answer(body: bytes, form: PageFormat) -> Response:
     return Response(body, headers={"content-type": form.content_type})
 
@@ -129,7 +135,7 @@ def own_metrics_app(metrics: Metrics) -> Starlette:
 
     async def page(request: Request) -> Response:
         form = accepted_format(request.headers.get("accept", ""))
-        return _answer(metrics.exposition(form), form)
+        return _answer(await _written(metrics, form), form)
 
     async def livez(request: Request) -> Response:
         return Response(b'{"status":"ok","detail":""}', media_type="application/json")
