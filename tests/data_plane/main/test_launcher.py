@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from foveal_runtime.main.frontend import Member
+from foveal_runtime.main.http_process import _counts_file
 from foveal_runtime.main.launcher import Child
 from foveal_runtime.main.local.launch import launch
 from foveal_runtime.plan.config import FrontendConfig, ModelConfig
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.local import LocalDeploymentConfig
+from foveal_runtime.plan.local import COUNTS_VARIABLE, LocalDeploymentConfig
 from tests.support.loopback_server import LoopbackHandler, LoopbackServer
 
 
@@ -32,6 +34,26 @@ def test_a_proxy_is_not_asked_for_processes_of_this_machine(
             model=ModelConfig(path="model"), host="127.0.0.1", port=server.server_port
         )
         assert Child(config, tmp_path, {}).is_ready()
+
+
+def test_a_frontend_that_starts_again_counts_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums that its neighbours show fell, which Prometheus takes for a restart of them all."""
+    (tmp_path / "frontend-0.counts").write_text("of yesterday")
+    show = ("/bin/sh", "-c", f'echo "${COUNTS_VARIABLE}"')
+    child = Child(FrontendConfig(model=ModelConfig(path="model")), tmp_path, {}, show)
+    assert not (tmp_path / "frontend-0.counts").exists()
+    for _ in range(2):
+        child.start()
+        assert child.process is not None
+        child.process.wait()
+    file = tmp_path / "frontend-0.counts"
+    assert child.log_path.read_text() == f"{file}\n" * 2
+    assert _counts_file(None) is None
+    monkeypatch.setenv(COUNTS_VARIABLE, str(file))
+    assert _counts_file(None) == file
+    assert _counts_file(Member(1, "/sockets")) == Path("/sockets/1.counts")
 
 
 def test_a_start_without_logs_leaves_no_folder(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from foveal_runtime.frontend.common.stats import FrontendStats, watch_loop
@@ -27,6 +29,7 @@ from foveal_runtime.frontend.media.protocol import ProcessorInfo
 from foveal_runtime.frontend.media.workers import MediaWorkers
 from foveal_runtime.main.frontend import Member
 from foveal_runtime.plan.config import FrontendConfig
+from foveal_runtime.plan.local import COUNTS_VARIABLE
 from foveal_runtime.telemetry.memory import ContainerMemory, keep_collections_short
 from foveal_runtime.telemetry.metrics import Metrics
 from foveal_runtime.telemetry.startup import StartPhases
@@ -67,6 +70,14 @@ class _Admin:
 def _siblings(member: Member, processes: int) -> Siblings:
     others = [i for i in range(processes) if member.folder and i != member.number]
     return Siblings([socket_path(member.folder, i) for i in others])
+
+
+def _counts_file(member: Member | None) -> Path | None:
+    """Where a process that is started again in its place counts on; in a pod none is."""
+    if member:
+        return counts_file(socket_path(member.folder, member.number))
+    named = os.environ.get(COUNTS_VARIABLE)
+    return Path(named) if named else None
 
 
 def _measured(processor: MediaInput, memory: ContainerMemory, metrics: Metrics) -> None:
@@ -111,8 +122,8 @@ async def serve(
     processor = MediaInput(config, workers, info, knowledge=client, stats=stats)
     metrics = _metrics(config, stats, processor, client)
     metrics.add_source(phases.collect)
-    if member:
-        metrics.keep(counts_file(socket_path(member.folder, member.number)))
+    if counts := _counts_file(member):
+        metrics.keep(counts)
     app = build_app(
         config,
         processor=processor,

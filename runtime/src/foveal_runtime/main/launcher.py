@@ -27,7 +27,13 @@ import msgspec
 
 from foveal_runtime.plan.config import EngineConfig, FrontendConfig
 from foveal_runtime.plan.errors import StartupError
-from foveal_runtime.plan.local import PARENT_VARIABLE, bind_error, free_port, url_host
+from foveal_runtime.plan.local import (
+    COUNTS_VARIABLE,
+    PARENT_VARIABLE,
+    bind_error,
+    free_port,
+    url_host,
+)
 from foveal_runtime.plan.machine import visible_devices
 
 Say = Callable[[str], None]
@@ -77,7 +83,9 @@ class Child:
         self.name = config.engine_id if isinstance(config, EngineConfig) else config.frontend_id
         self.document = folder / f"{self.name}.json"
         self.log_path = folder / f"{self.name}.log"
-        self.env = env
+        counts = folder / f"{self.name}.counts"
+        counts.unlink(missing_ok=True)  # of an earlier deployment
+        self.env = {**env, COUNTS_VARIABLE: str(counts)}
         self.process: subprocess.Popen[bytes] | None = None
         self._command = tuple(command)
 

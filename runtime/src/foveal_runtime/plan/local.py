@@ -18,6 +18,8 @@ from foveal_runtime.plan.errors import StartupError
 LOOPBACK = "127.0.0.1"
 PARENT_VARIABLE = "FOVEAL_PARENT_PID"
 """A runtime process that is told its parent ends with it, however the parent ends."""
+COUNTS_VARIABLE = "FOVEAL_COUNTS_FILE"
+"""Where a frontend keeps what it has counted, to count on from there when it is started again."""
 
 
 class LocalDeploymentConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

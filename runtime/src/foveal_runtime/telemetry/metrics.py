@@ -259,6 +259,10 @@ class Metrics(Collector):
             self._series[name].before = totals
         self._kept = file
 
+    def is_shared(self, name: str) -> bool:
+        """Whether the series of a family are added to those of other processes."""
+        return name in self._series and self._series[name].is_shared
+
     def families_in(self, file: Path) -> list[Family]:
         """Of the process that keeps `file`; none where it has shown nothing yet."""
         return [self._series[name].family(totals) for name, totals in self._read(file).items()]

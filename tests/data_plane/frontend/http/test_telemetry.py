@@ -148,6 +148,21 @@ async def test_page_shows_peers_and_survives_their_absence(start: Any) -> None:
     assert total(own, "vllm:request_success_total", finished_reason="stop") == 1
 
 
+async def test_sums_do_not_fall_while_a_peer_is_away(start: Any) -> None:
+    """Of `foveal serve` with several frontends, one that starts again."""
+    async with start() as harness:
+        async with start(frontend_id="other") as other:
+            await other.chat()
+            page = MetricsPage(harness.app.service.metrics, (f"{other.url}/metrics?own=1",))
+            both = (await page.text()).decode()
+        alone = (await page.text()).decode()
+    for text, ready in ((both, 1), (alone, 0)):
+        assert total(text, "vllm:request_success_total", finished_reason="stop") == 1
+        assert total(text, "vllm:request_prompt_tokens_count") == 1
+        assert total(text, "foveal_ready", process="other") == ready
+        assert total(text, "foveal_metrics_peers_unreachable") == 1 - ready
+
+
 async def test_pages_are_written_beside_the_event_loop() -> None:
     """That takes most of their time, and no key is asked for."""
     threads = []

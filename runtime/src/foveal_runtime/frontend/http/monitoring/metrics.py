@@ -55,6 +55,8 @@ class MetricsPage:
         self._metrics = metrics
         self._peers = tuple(peers)
         self._siblings = tuple(siblings)
+        self._last: dict[str, list[Family]] = {}
+        """Of each peer, what others are added to."""
         self._pages: SingleFlight[tuple[str, bool], bytes] = SingleFlight()
 
     async def response(self, request: Request, *, own: bool = False) -> Response:
@@ -69,24 +71,24 @@ class MetricsPage:
         return await self._pages.run((form.content_type, own), make)
 
     async def _made(self, form: PageFormat, *, own: bool) -> bytes:
-        """A peer that does not answer is left out and counted. Of a sibling, what it last showed
-        and others add to stays: a sum that fell would be taken for a restart, and all of it for
-        new."""
+        """A peer that does not answer is left out and counted. What it last showed and others add
+        to stays: a sum that fell would be taken for a restart, and all of it for new."""
         peers = self._siblings if own else (*self._siblings, *self._peers)
         if not peers:
             return await _written(self._metrics, form)
         found = await asyncio.gather(*(self._fetch(peer, form) for peer in peers))
         missing = [peer for peer, page in zip(peers, found, strict=True) if page is None]
         pages = [page for page in found if page is not None]
-        pages += [
-            self._metrics.families_in(counts_file(peer.removeprefix("unix:")))
-            for peer in missing
-            if peer in self._siblings
-        ]
+        pages += map(self._last_shown, missing)
         self._metrics.set(_UNREACHABLE, len(missing))
         mine = self._metrics.families()
         self._metrics.clear(_UNREACHABLE)  # of this answer alone: a sibling may ask for the next
         return await asyncio.to_thread(merge, [mine, *pages], form)
+
+    def _last_shown(self, peer: str) -> list[Family]:
+        if peer in self._siblings:
+            return self._metrics.families_in(counts_file(peer.removeprefix("unix:")))
+        return self._last.get(peer, [])
 
     async def _fetch(self, peer: str, form: PageFormat) -> list[Family] | None:
         path = peer.removeprefix("unix:") if peer.startswith("unix:") else None
@@ -104,7 +106,9 @@ class MetricsPage:
                 found = format_of(response.headers.get("content-type", ""))
                 if body is None:
                     return None
-                return await asyncio.to_thread(lambda: parse(body.decode(), found))
+                page = await asyncio.to_thread(lambda: parse(body.decode(), found))
+                self._last[peer] = [one for one in page if self._metrics.is_shared(one.name)]
+                return page
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             logger.debug("metrics peer", extra={"fields": {"peer": peer, "error": str(error)}})
             return None
