@@ -23,9 +23,7 @@ def test_arguments_reach_the_runtime_as_they_are(name: str, monkeypatch: Any) ->
     monkeypatch.setattr(runtime.os, "execvpe", become)
     with pytest.raises(SystemExit):
         cli.main([name, "org/model", "--help"])
-    assert called == [
-        [sys.executable, "-m", "foveal_runtime.main.cli", name, "org/model", "--help"]
-    ]
+    assert called == [[sys.executable, "-m", "foveal_runtime", name, "org/model", "--help"]]
 
 
 def test_without_the_runtime_it_is_one_line(monkeypatch: Any, capsys: Any) -> None:

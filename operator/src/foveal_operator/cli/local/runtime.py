@@ -39,7 +39,7 @@ def runtime_command(given: str = "") -> list[str]:
         return [found]
     # With its packages: the operator's image holds the runtime's files for plan/, without torch.
     if find_spec("foveal_runtime.main") is not None and find_spec("transformers") is not None:
-        return [sys.executable, "-m", "foveal_runtime.main.cli"]
+        return [sys.executable, "-m", "foveal_runtime"]
     found = shutil.which("foveal-runtime")
     own = Path(sys.executable).with_name("foveal-runtime")
     if not found or Path(found) == own:
