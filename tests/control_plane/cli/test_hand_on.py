@@ -34,3 +34,13 @@ def test_without_the_runtime_it_is_one_line(monkeypatch: Any, capsys: Any) -> No
         "foveal: foveal-runtime is not installed here; pip install "
         "'foveal-runtime[frontend,engine]'\n"
     )
+
+
+def test_an_interrupt_of_the_first_moment_is_no_traceback(monkeypatch: Any) -> None:
+    """Of the one in which the arguments' parser is made."""
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "parser", interrupted)
+    assert cli.main(["serve", "org/model"]) == 130

@@ -52,12 +52,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    completion.answer(parser())
     given = sys.argv[1:] if argv is None else argv
-    if not given:
-        parser().print_help(sys.stderr)
-        return EXIT_USAGE
     try:
+        completion.answer(parser())
+        if not given:
+            parser().print_help(sys.stderr)
+            return EXIT_USAGE
         if given[0] in cli_runtime.HANDED_ON:
             cli_runtime.hand_on(given)
         arguments = parser().parse_args(given)
