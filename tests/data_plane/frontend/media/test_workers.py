@@ -187,6 +187,18 @@ async def test_closing_ends_the_processes_and_waiting_jobs(start_workers, tmp_pa
         os.kill(pid, 0)
 
 
+async def test_a_worker_has_ended_though_its_closing_is_cancelled(start_workers):
+    """Regression: where a second worker could not start either, its process was left behind."""
+    pool, _ = await start_workers()
+    [worker] = pool._live.values()
+    closing = asyncio.create_task(worker.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert worker.process.returncode is not None
+
+
 @pytest.mark.parametrize(("quota", "num"), [("50000", 1), ("200000", 1), ("max", None)])
 def test_the_number_of_workers_follows_the_quota(tmp_path, quota, num):
     """In the folder of this process's own cgroup: what is above it may say something else."""

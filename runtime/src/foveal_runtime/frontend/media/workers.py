@@ -151,10 +151,6 @@ class _Worker:
         except OSError as error:
             return not isinstance(error, BlockingIOError)  # nothing is said without a job
 
-    async def ended(self) -> None:
-        """Returns when the process has ended."""
-        await self.process.wait()
-
     async def load(self, message: protocol.Load) -> ProcessorInfo:
         await self._loop.sock_sendall(self._sock, protocol.encode(message))
         answer, _ = await self._receive()
@@ -195,10 +191,15 @@ class _Worker:
         return buffer.toreadonly()
 
     async def close(self) -> None:
+        """Returns when the process has ended, also where the caller is cancelled meanwhile."""
         self._sock.close()
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        await self.process.wait()
+        end = asyncio.ensure_future(self.process.wait())
+        try:
+            await asyncio.shield(end)
+        finally:
+            await end
 
 
 _LINK_LOST = (OSError, ValueError, msgspec.MsgspecError)
@@ -297,7 +298,7 @@ class MediaWorkers:
 
     async def _watch(self, worker: _Worker) -> None:
         """Wakes the slot of a worker that dies without a job, so that it is replaced at once."""
-        await worker.ended()
+        await worker.process.wait()
         async with self._wake:
             self._wake.notify_all()
 
