@@ -283,9 +283,8 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
         frame = sizes[-1]
         if processor.rule.count:  # frames are cut as images are
             tried = list(_image_sizes(processor, max(pixels)))
-            frame = max(zip(processor.rule.count(processor.processor, tried), tried, strict=True))[
-                1
-            ]
+            counted = processor.rule.count(processor.processor, tried)
+            _, frame = max(zip(counted, tried, strict=True))
         shapes = [(n, *frame) for n in _frame_counts(limits.max_frames)]
         counts = _proportional(processor, shapes)
     ceiling = max_tokens
