@@ -55,6 +55,8 @@ def submit(scheduler: Scheduler, job, seconds: float) -> None:
         ("gemma4", 1 << 20, "ahead"),
         ("gemma4_large", 0, ""),
         ("lfm2", 0, "ahead"),
+        ("nemotron_h", 0, "ahead"),
+        ("falcon_h1", 0, ""),
         ("qwen3_5", 0, ""),
         ("qwen3_5", 0, "ahead"),
         ("qwen3_5", 0, "sliced"),

@@ -23,7 +23,7 @@ FAST_PATH = "tests.model.test_decoder_layers"
 CASE_MODULES = (
     "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
     "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids",
-    "tiny_gemmas", "tiny_encoders", "tiny_towers",
+    "tiny_gemmas", "tiny_encoders", "tiny_towers", "tiny_mamba",
 )  # fmt: skip
 for _name in CASE_MODULES:
     importlib.import_module(f"tests.support.models.{_name}")
@@ -38,8 +38,9 @@ Foveal serves checkpoints in transformers' format with transformers' own classes
 ([why](../decisions/transformers-as-the-model-layer.md)). Each family below is compared with
 transformers' own forward pass on a tiny random checkpoint in float32: chunked prefill, several
 requests in a batch, preemption, and reuse of prefixes and encoder outputs where the table says so
-(`tests/model/test_architectures.py`, `tests/model/test_hybrids.py`). Other text-only decoders of
-transformers are probed when they are loaded and refused in one line if they cannot be served.
+(`tests/model/test_architectures.py`, `tests/model/test_hybrids.py`, `tests/model/test_mamba.py`).
+Other text-only decoders of transformers are probed when they are loaded and refused in one line if
+they cannot be served.
 A published model, SmolLM2-135M-Instruct (Apache-2.0), answers 500 prompts with the tokens of
 transformers, compared up to the first near-tie of two tokens (`tests/model/test_real_weights.py`).
 
@@ -59,7 +60,8 @@ families with "moe", `qwen3_next`, `step3p7`), attention and MLP beside each oth
 `cohere2_vision`, `cohere_compass`), norms in other places (`exaone4_5`, `hunyuan_vl`,
 `hyperclovax_vision_v2`, `lfm3`, the GLM families, which turn neighbours, too), inputs, values,
 gates or factors of their own (`gemma3n`, `gemma4`, `granite4_vision`, `granite_docling`,
-`muse_glimmer`) or an MLP without a gate (`cosmos3_edge`).
+`muse_glimmer`), an MLP without a gate (`cosmos3_edge`) or Mamba-2 mixers (`bamba`, `falcon_h1`,
+`granitemoehybrid`, `nemotron_h`).
 
 Video and audio also need a processor that takes them: a family whose processor cannot be shown to
 make the same prompt from single items refuses that modality with a message. Tensor parallelism
@@ -91,6 +93,12 @@ they lie; a layer then takes 1.0 to 1.8 times its linear layers (2 to 36 times b
 fallback, which stays for machines and modules that the kernel does not fit;
 [results](../../e2e/results/benchmarks.md#micro-benches)). A token's numbers do not depend on where
 chunks end (`tests/model/test_delta_rule.py`).
+
+Mamba-2 mixers are computed by transformers' fallback on every device, in pieces of 128 tokens of a
+prompt and of 16 MiB of states that go one token on, whose temporary memory is part of the plan. On
+a CPU it takes milliseconds for each layer and token of an answer. Time steps stay within the limits
+of the configuration (Nemotron-H: at least `time_step_min`) in answers as in prompts; transformers'
+forward over a whole text does the same, its `generate` lets those of an answer go below.
 
 ## Layers with a sliding window
 

@@ -159,8 +159,12 @@ SECTIONS: Mapping[str, tuple[Case, ...]] = {
         Case("types that transformers does not know", "code from checkpoints is never run",
              _kind("qwen9_vl")),
         Case("what neither generates nor embeds text", "no route would serve it", _kind("vit")),
-        Case("state-space layers", "states are written in place; not compared",
-             _text("mamba")),
+        Case("Mamba-1 layers", "transformers' scan of a prompt starts from an empty state, so a "
+             "prompt cannot be computed in chunks", _text("jamba")),
+        Case("models of state-space layers alone", "without attention there are no KV blocks for "
+             "prefixes to be named by", _text("mamba2")),
+        Case("one attention layer in several places (Zamba)", "KV blocks belong to one place",
+             _text("zamba2")),
         Case("recurrent layers of unknown kind", "not compared",
              _text("minimax", layer_types=["linear_attention"], num_hidden_layers=1)),
         Case("text that sees in both directions", "a cached prefix would depend on what follows",

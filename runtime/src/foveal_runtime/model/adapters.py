@@ -18,6 +18,7 @@ from foveal_runtime.model.family_code import (
     granite4_layers,
     llama4_temperature,
     ovis2_tokens,
+    scaled_tokens,
 )
 from foveal_runtime.plan.embedder import ENCODERS
 from foveal_runtime.plan.media import Modality
@@ -317,8 +318,10 @@ TEXT_ADAPTERS: dict[str, Adapter] = {
     **dict.fromkeys(("camembert", "roberta", "xlm-roberta"), _ROBERTA),
     "llama4_text": Adapter({}, correct_query=llama4_temperature),
     **{kind: Adapter({}, has_layer_inputs=True) for kind in ("gemma3n_text", "gemma4_text")},
-    **{
-        kind: Adapter({}, has_state=True) for kind in ("lfm2", "lfm3", "qwen3_5_text", "qwen3_next")
-    },
+    **dict.fromkeys(
+        ("bamba", "granitemoehybrid", "lfm2", "lfm3", "nemotron_h", "qwen3_5_text", "qwen3_next"),
+        Adapter({}, has_state=True),
+    ),
+    "falcon_h1": Adapter({}, has_state=True, embed_tokens=scaled_tokens),
     "mistral4": PLAIN_TEXT,  # transformers lists it among the multimodal types
 }

@@ -108,6 +108,12 @@ def ovis2_tokens(core: Any, ids: torch.Tensor) -> torch.Tensor:
     return embeds
 
 
+def scaled_tokens(core: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Falcon-H1 scales what it looks up, and not what it is given."""
+    embeds: torch.Tensor = core.get_input_embeddings()(ids) * core.embedding_multiplier
+    return embeds
+
+
 def ernie_experts(config: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """ERNIE 4.5 VL has other experts for images, videos and the marks around them; for marks in
     answers, too, since an answer is part of the next prompt."""

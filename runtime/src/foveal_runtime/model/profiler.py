@@ -34,6 +34,7 @@ from foveal_runtime.model.checkpoint.placement import quantization_of
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
 from foveal_runtime.model.checkpoint.weights import cast_bytes, stored_bytes
 from foveal_runtime.model.device import PeakMeter
+from foveal_runtime.model.layers import mamba
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.model.runner.sequence import SequenceState
 from foveal_runtime.model.runner.traits import read_traits
@@ -78,7 +79,7 @@ def predict(
     per_layer = tuple(layer.values_per_token * itemsize for layer in layers)
     window, window_bytes = _windows(layers, per_layer)
     rows = 0 if head.is_missing else LOGIT_ROWS
-    decoder = _activations(loaded.config, layers, itemsize, device, rows)
+    decoder = _activations(loaded, layers, itemsize, device, rows)
     scheme = _scheme(loaded, device, quantization)
     if scheme or (assume_dtype and not has_weights):
         total = parameter_bytes(loaded.model)
@@ -150,15 +151,19 @@ class _Decoder(NamedTuple):
 
 
 def _activations(
-    config: Any, layers: Sequence[LayerGeometry], itemsize: int, device: str, logit_rows: int
+    loaded: LoadedModel,
+    layers: Sequence[LayerGeometry],
+    itemsize: int,
+    device: str,
+    logit_rows: int,
 ) -> _Decoder:
     """The decoder's peak in a step with so many rows of logits, as a bound, not a mean.
 
     Residual, normed input and three float32 temporaries of the norm; then either projections,
     rotated copies and output of attention, or four intermediates of the (routed) MLP, which ranks
-    share; on CPUs one mask row over the context, as bool and as float32.
+    share; on CPUs one mask row over the context, as bool and as float32. A Mamba-2 mixer's pieces.
     """
-    text = config.get_text_config()
+    text = loaded.text_config
     width, context = int(text.hidden_size), int(text.max_position_embeddings)
     heads = max(layer.num_heads * layer.key_dim for layer in layers)
     sizes = getattr(text, "intermediate_size", 0) or 4 * width
@@ -177,6 +182,7 @@ def _activations(
         whole += 5 * context
     layer_kv_bytes = max(layer.values_per_token for layer in layers) * itemsize
     fixed = logit_rows * int(text.vocab_size) * 4 * _LOGIT_COPIES + context * layer_kv_bytes
+    fixed += max(map(mamba.scratch_bytes, mamba.mixers_of(loaded.decoder)), default=0)
     return _Decoder(fixed, whole, max(6 * heads, 4 * inner) * itemsize)
 
 

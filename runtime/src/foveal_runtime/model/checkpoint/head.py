@@ -28,6 +28,15 @@ class _CoreOutput:
 
 
 class _CoreStub(nn.Module):  # type: ignore[misc]
+    """Hands on what it is given, and has what else an outer model asks its core for."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_core"] = core  # not a module of the stub's own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_core"], name)
+
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _CoreOutput:
         return _CoreOutput(inputs_embeds)
 
@@ -46,7 +55,7 @@ class Head:
         assert core_name in model._modules
         shell = copy.copy(model)
         shell._modules = dict(model._modules)
-        shell._modules[core_name] = _CoreStub()
+        shell._modules[core_name] = _CoreStub(model._modules[core_name])
         self._shell = shell
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

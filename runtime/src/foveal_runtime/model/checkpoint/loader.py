@@ -52,8 +52,10 @@ _LOAD_ERRORS = (  # of transformers while it makes a model, since it checks few 
 _CALL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-STATE_TYPES = {"linear_attention", "conv"}
-"""Layers with a recurrent state; only families whose adapter says so are served with them."""
+STATE_TYPES = {"linear_attention", "conv", "hybrid"}
+"""Layers with a recurrent state, "hybrid" ones with attention beside it; only families whose
+adapter says so are served with them, and with layers that have neither."""
+PLAIN_TYPES = {"moe", "mlp"}
 
 
 @dataclass(slots=True)
@@ -322,7 +324,7 @@ def check_class(config: Any, model_class: Any) -> None:
     adapter = {**TEXT_ADAPTERS, **ADAPTERS}.get(config.model_type, PLAIN_TEXT)
     has_state = adapter.has_state
     positions = getattr(text, "position_embedding_type", None) or "absolute"
-    known = LAYER_TYPES | STATE_TYPES if has_state else LAYER_TYPES
+    known = LAYER_TYPES | STATE_TYPES | PLAIN_TYPES if has_state else LAYER_TYPES
     layer_types = set(getattr(text, "layer_types", None) or ()) - known
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         reason = "encoder-decoder models with cross-attention"

@@ -20,7 +20,12 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from foveal_runtime.model.adapters import Adapter
 from foveal_runtime.model.attention import LayerGeometry
 from foveal_runtime.model.checkpoint.head import Head
-from foveal_runtime.model.checkpoint.loader import LoadedModel, meta_model
+from foveal_runtime.model.checkpoint.loader import (
+    PLAIN_TYPES,
+    STATE_TYPES,
+    LoadedModel,
+    meta_model,
+)
 from foveal_runtime.model.context import forward_context
 from foveal_runtime.plan.errors import StartupError
 
@@ -114,12 +119,25 @@ def probe_layers(loaded: LoadedModel, head: Head) -> tuple[LayerGeometry, ...]:
     except _REFUSALS as error:
         reason = " ".join(str(error).split())[:200]
         raise StartupError(f"model_type {kind!r} is not supported: {reason}") from error
-    expected = set(range(int(loaded.text_config.num_hidden_layers)))
-    expected -= {shape.layer for shape in probe_states(loaded, head)}
+    count = int(loaded.text_config.num_hidden_layers)
+    kinds = list(getattr(loaded.text_config, "layer_types", None) or [""] * count)
+    without = PLAIN_TYPES | STATE_TYPES - {"hybrid"}
+    expected = {number for number in range(count) if kinds[number] not in without}
+    if not expected:
+        raise StartupError(
+            f"model_type {kind!r} is not supported: none of {count} decoder layers has attention, "
+            "so there are no keys and values to cache"
+        )
     if recorder.layers.keys() != expected:
         raise StartupError(
             f"model_type {kind!r} is not supported: {len(recorder.layers)} of {len(expected)} "
             "decoder layers use replaceable attention"
+        )
+    states = {shape.layer for shape in probe_states(loaded, head)}
+    if states != {number for number in range(count) if kinds[number] in STATE_TYPES}:
+        raise StartupError(
+            f"model_type {kind!r} is not supported: layers {sorted(states)} keep a state, which is "
+            "not what layer_types in config.json says"
         )
     assert logits.shape[0] == _NUM_TOKENS
     layers = [recorder.layers[number] for number in sorted(recorder.layers)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from foveal_runtime.model.attention import ForwardContext
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.probe import StateShape
 from foveal_runtime.model.cpu.kernels import load_delta_kernel
+from foveal_runtime.model.layers import mamba
 from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts, make_delta_rule
 from foveal_runtime.model.layers.layer_parts import Unlike
 from foveal_runtime.plan.errors import StartupError
@@ -169,10 +171,15 @@ class _Slots:
 
 
 class StateForward:
-    """A module's own forward over sequences that are cut out of a flat batch."""
+    """A module's own forward over sequences that are cut out of a flat batch.
+
+    Attributes:
+        limits: rows of one sequence, and sequences of one row each, that one call computes.
+    """
 
     def __init__(self, module: Any, keyword: str) -> None:
         self.forward = module.forward
+        self.limits = (sys.maxsize, sys.maxsize)
         self._keyword = keyword
 
     def split(
@@ -182,15 +189,16 @@ class StateForward:
         flat = rows[0]
         out = torch.empty_like(flat)
         listed = segments.tolist()
+        max_rows, max_sequences = self.limits
         singles = [(base, slot) for base, count, slot in listed if count == 1]
-        if singles:
-            chosen = torch.tensor([base for base, _ in singles], device=flat.device)
-            slots = [slot for _, slot in singles]
+        for first in range(0, len(singles), max_sequences):
+            bases, slots = zip(*singles[first : first + max_sequences], strict=True)
+            chosen = torch.tensor(bases, device=flat.device)
             out[chosen] = self.compute(flat[chosen][:, None], parts, slots, **kwargs)[:, 0]
         for base, count, slot in listed:
-            if count > 1:
-                rows_of_one = flat[None, base : base + count]
-                out[base : base + count] = self.compute(rows_of_one, parts, [slot], **kwargs)[0]
+            for low in range(base, base + count if count > 1 else base, max_rows):
+                high = min(low + max_rows, base + count)
+                out[low:high] = self.compute(flat[None, low:high], parts, [slot], **kwargs)[0]
         return out[None]
 
     def compute(
@@ -245,9 +253,14 @@ class States:
         found = _modules_with_state(loaded.decoder, shapes)
         for module, keyword in found.values():
             module.forward = _Replaced(module, keyword, self)
-        delta_nets = [
+        mixers = set(mamba.mixers_of(loaded.decoder)) if shapes else set()
+        for mixer in mixers:
+            mamba.settle(mixer)
+            mixer.forward.plain.limits = (mamba.ROWS, mamba.num_sequences(mixer))
+        with_matrix = [
             (found[shape.layer][0], shape) for shape in shapes if "recurrent" in shape.parts
         ]
+        delta_nets = [one for one in with_matrix if one[0] not in mixers]
         if delta_nets:
             _use_kernel(delta_nets)
 
@@ -357,7 +370,8 @@ def _modules_with_state(
             continue
         names = inspect.signature(module.forward).parameters
         keyword = next((name for name in _CACHE_KEYWORDS if name in names), None)
-        if keyword is not None:
+        is_beside = found.get(layer, ("", ""))[1] == "cache_params" != keyword  # attention
+        if keyword is not None and not is_beside:
             found[layer] = (module, keyword)  # modules() goes from the outside in
     missing = sorted(wanted - found.keys())
     if missing:
