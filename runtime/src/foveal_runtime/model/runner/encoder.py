@@ -342,7 +342,8 @@ def _merge_side(item: Item, spec: EncoderSpec, config: Any) -> int:
             raise BadItem(f"{spec.merge} is {given.dtype} {list(given.shape)}; int64 [1] is needed")
         return int(given.numpy().item())
     if spec.layout == "crops":
-        return math.isqrt(int(config.downsample_mode.removesuffix("x")))
+        ratio = getattr(config, "downsample_ratio", None)
+        return round(1 / ratio) if ratio else math.isqrt(int(config.downsample_mode.rstrip("x")))
     side = getattr(config.vision_config, spec.merge)
     return int(side[0] if isinstance(side, (list, tuple)) else side)
 
