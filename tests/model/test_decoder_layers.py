@@ -63,8 +63,8 @@ KEPT = ["aria", "aya_vision", "bamba", "cohere2_vision", "cohere_compass", "cosm
         "gemma4", "gemma4_text", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
         "glmga", "granite4_vision", "granite_docling", "granitemoehybrid_dense", "hunyuan_vl",
         "hyperclovax_vision_v2", "kimi_k25", "lfm3", "lfm3_vl", "llama4", "llama4_text",
-        "mistral4", "muse_glimmer", "nemotron_h", "nemotron_h_omni", "qwen3_5_moe", "qwen3_next",
-        "qwen3_vl_moe", "step3p7"]  # fmt: skip
+        "mistral4", "muse_glimmer", "nemo_speechlm", "nemotron_h", "nemotron_h_omni", "qwen3_5_moe",
+        "qwen3_next", "qwen3_vl_moe", "step3p7"]  # fmt: skip
 """docs/reference/models.md says so of all of these."""
 
 

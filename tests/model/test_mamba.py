@@ -11,13 +11,15 @@ import torch
 import transformers as hf
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
-from foveal_runtime.model.checkpoint.loader import load_model
+from foveal_runtime.engine.types.step import EncoderInput
+from foveal_runtime.model.checkpoint.loader import class_for, load_model, read_config
 from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.layers import mamba, state
 from foveal_runtime.model.layers.state import StateForward
 from foveal_runtime.model.profiler import predict
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
+from tests.support.models.bench import pack
 from tests.support.models.scheduled_bench import Engine, converse, goes_on_elsewhere
 from tests.support.models.tiny_checkpoints import CASES, save, text_case
 
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.model
 
 NAMES = [
     "nemotron_h", "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "falcon_h1_gated",
-    "bamba", "nemotron_h_omni",
+    "bamba", "nemotron_h_omni", "nemo_speechlm",
 ]  # fmt: skip
 
 
@@ -107,6 +109,22 @@ def test_the_profile_counts_states_and_temporary_memory(name: str, tiny) -> None
     scratch = [mamba.scratch_bytes(mixer) for mixer in mamba.mixers_of(runner.loaded.decoder)]
     assert len(scratch) == len(runner.states.shapes)
     assert profile.activation_bytes > max(scratch) > mamba._STATE_BYTES
+
+
+@torch.inference_mode()
+def test_an_encoder_that_stays_wide_gets_wide_numbers(tiny) -> None:
+    """Nemotron 3.5 Transcribe hears in float32 whatever its type: sounds are not rounded before it,
+    outputs are after it, and the profile counts its weights as they are."""
+    path = str(tiny("nemo_speechlm"))
+    runner = TorchRunner.load(path, dtype="bfloat16", block_size=8)
+    held = sum(one.nbytes for one in runner.loaded.model.parameters())
+    assert predict(path, "bfloat16").weight_bytes == pytest.approx(held, rel=0.001)
+    assert held > 1.2 * sum(2 * one.numel() for one in runner.loaded.model.parameters())
+    item = CASES["nemo_speechlm"].items[2](7)
+    runner.encoder.encode([EncoderInput(b"a", 2, len(item.ids), pack(item))])
+    theirs = class_for(read_config(path)).from_pretrained(path, dtype=torch.bfloat16).eval()
+    wanted = theirs.get_audio_features(**item.fields, return_dict=True).pooler_output
+    assert torch.equal(runner.store.lookup(b"a")[0], wanted.bfloat16())
 
 
 @pytest.mark.parametrize(("heads", "keys"), [(64, 128), (32, 256), (128, 64)])

@@ -27,6 +27,7 @@ NAMES = [
     "gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_next", "lfm2_vl", "minicpmv4_7",
     "fast_vlm", "hunyuan_vl", "ernie4_5_vl_moe", "step3p7", "granite4_vision",
     "granitemoehybrid", "falcon_h1", "nemotron_h_omni",
+    "nemo_speechlm",
 ]  # fmt: skip
 
 

@@ -61,13 +61,13 @@ families with "moe", `qwen3_next`, `step3p7`), attention and MLP beside each oth
 `hyperclovax_vision_v2`, `lfm3`, the GLM families, which turn neighbours, too), inputs, values,
 gates or factors of their own (`gemma3n`, `gemma4`, `granite4_vision`, `granite_docling`,
 `muse_glimmer`), an MLP without a gate (`cosmos3_edge`) or Mamba-2 mixers (`bamba`, `falcon_h1`,
-`granitemoehybrid`, `nemotron_h`, `nemotron_h_omni`).
+`granitemoehybrid`, `nemo_speechlm`, `nemotron_h`, `nemotron_h_omni`).
 
 Video and audio also need a processor that takes them: a family whose processor cannot be shown to
 make the same prompt from single items refuses that modality with a message. Videos of
-`nemotron_h_omni` are refused: the forward pass of the pinned transformers fails on them. Tensor
-parallelism takes models whose heads divide evenly, and refuses recurrent state and quantised
-weights.
+`nemotron_h_omni` are refused: the forward pass of the pinned transformers fails on them. Of
+`nemo_speechlm` texts and speakers are served, times of words are not. Tensor parallelism takes
+models whose heads divide evenly, and refuses recurrent state and quantised weights.
 
 Prefix caching is off for PaliGemma and for encoders: their whole prompt is one group of tokens that
 see each other. Encoders (`bert`, `camembert`, `distilbert`, `nomic_bert`, `roberta`, `xlm-roberta`)

@@ -45,7 +45,6 @@ REASONS = {
         "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder",
     ),
     "cross-attention layers": ("blip", "evolla", "idefics", "mllama"),
-    "state-space layers (mamba)": ("nemo_speechlm",),
     "audio in three-row rope positions; their speech output would be refused, too": (
         "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker",
     ),

@@ -356,6 +356,11 @@ def nemotron_h_omni() -> Any:
     )
 
 
+def nemo_speechlm() -> Any:
+    sound = hf.NemotronAsrStreamingFeatureExtractor(feature_size=8)
+    return hf.Nemotron3_5TranscribeProcessor(sound, tokenizer(), tokenizer())
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
@@ -365,7 +370,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
         llava_next_video, lfm2_vl, lfm3_vl, cohere_compass, deepseek_ocr2,
         granite_docling, ovis2, minicpmv4_6, minicpmv4_7, minicpm_ocr, gemma3n, gemma4,
         gemma4_unified, fast_vlm, perception_lm, hunyuan_vl, ernie4_5_vl_moe, step3p7,
-        granite4_vision, moss_transcribe_diarize, nemotron_h_omni,
+        granite4_vision, moss_transcribe_diarize, nemotron_h_omni, nemo_speechlm,
     )
 }  # fmt: skip
 

@@ -12,8 +12,10 @@ from tests.support.models.tiny_checkpoints import (
     IMAGE,
     IMG_TOKEN,
     TEXT,
+    VOCAB,
     Case,
     MediaItem,
+    marked,
     mm_fields,
     noise,
     plain_item,
@@ -128,5 +130,55 @@ CASES["nemotron_h_omni"] = Case(
         audio_token_id=AUD_TOKEN,
     ),
     {IMAGE: patches_item, AUDIO: mel_item},
+    mm_fields,
+)
+
+HEARING = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_mel_bins": 16,
+    "subsampling_factor": 8,
+}
+
+
+def spectrum_item(seed: int) -> MediaItem:
+    """As `mel_item`, but frames that fill a last group up; its token is past the vocabulary."""
+    valid = 30 + 8 * (seed % 3)
+    mask = (torch.arange(48) < valid)[None]
+    fields = {
+        "input_features": noise(seed, 1, 48, 16) * mask[..., None],
+        "input_features_mask": mask.long(),
+    }
+    return marked(AUDIO, [VOCAB] * ((valid + 7) // 8), VOCAB, fields)
+
+
+CASES["nemo_speechlm"] = Case(
+    lambda: hf.Nemotron3_5TranscribeConfig(
+        text_config={"model_type": "nemotron_h", **TEXT, **NEMOTRON},
+        audio_config={
+            "asr_config": HEARING,
+            "diarization_config": {
+                "model_type": "nemotron3_diarization",
+                "audio_config": HEARING,
+                "head_config": {"hidden_size": 8, "num_speakers": 4, "audio_hidden_size": 16},
+                "streaming_config": {"num_speakers": 4},
+                "chunk_length": 4,  # sounds of more than one chunk
+                "chunk_left_context": 1,
+                "chunk_right_context": 1,
+            },
+        },
+        word_timestamp_config={
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "vocab_size": 12,
+            "blank_token_id": 11,
+        },
+        audio_token_id=VOCAB,
+    ),
+    {AUDIO: spectrum_item},
     mm_fields,
 )

@@ -45,6 +45,7 @@ class EncoderSpec:
         layout: of the grid: "crops": (n, 2), of each of the item's crops, and `downsample_mode` or
             `downsample_ratio` of the configuration says how many patches make one embedding;
             "lines": each row of embeddings ends with one more, and two are around all.
+        is_wide: computed in float32 whatever the model's type is.
     """
 
     method: str
@@ -55,6 +56,7 @@ class EncoderSpec:
     grid: str = ""
     merge: str = "spatial_merge_size"
     layout: Literal["grid", "crops", "lines"] = "grid"
+    is_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,9 @@ ADAPTERS: dict[str, Adapter] = {
     "minicpm_ocr": _MINICPM,
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": replace(_MINICPM, rope={one[1]: (m, one[1]) for m, one in _SLICES.items()}),
+    "nemo_speechlm": Adapter(
+        {"audio": replace(_MASKED_SOUND.encoders["audio"], is_wide=True)}, has_state=True
+    ),
     "nemotron_h_omni": Adapter(
         {
             "image": EncoderSpec(

@@ -84,7 +84,7 @@ def predict(
     if scheme or (assume_dtype and not has_weights):
         total = parameter_bytes(loaded.model)
     else:
-        total = stored_bytes(path, itemsize)
+        total = stored_bytes(path, itemsize) + _wide_bytes(loaded.model, itemsize)
     at_load = has_weights and quantization != "auto"
     own = "BF16" if loaded.dtype is torch.bfloat16 else f"F{8 * itemsize}"
     sources: dict[str, ValueSource] = {
@@ -296,6 +296,12 @@ def parameter_bytes(model: Any) -> int:
     quantized = (one for one in model.modules() if isinstance(one, QuantizedLinear))
     held = [*model.parameters(), *(buffer for one in quantized for buffer in one.buffers())]
     return sum(one.numel() * one.element_size() for one in held)
+
+
+def _wide_bytes(model: Any, itemsize: int) -> int:
+    """What parameters take that are loaded in a wider type than the model's."""
+    sizes = ((one.numel(), one.element_size() - itemsize) for one in model.parameters())
+    return sum(count * more for count, more in sizes if more > 0)
 
 
 def replicated_bytes(model: Any) -> int:

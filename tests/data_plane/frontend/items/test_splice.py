@@ -38,12 +38,12 @@ VIDEOS = [
     "cohere_compass", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "perception_lm",
 ]  # fmt: skip
 SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma3n", "gemma4", "gemma4_unified",
-          "moss_transcribe_diarize", "nemotron_h_omni"]  # fmt: skip
+          "moss_transcribe_diarize", "nemotron_h_omni", "nemo_speechlm"]  # fmt: skip
 SAME_FIELDS = {
     "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "gemma3", "gemma4",
     "gemma4_unified",
 }  # fmt: skip
-ONE_ITEM = {"llava_onevision", "audioflamingo3"}
+ONE_ITEM = {"llava_onevision", "audioflamingo3", "nemo_speechlm"}
 
 
 def full_call(processor, modality: int, media: list, text: str) -> dict:

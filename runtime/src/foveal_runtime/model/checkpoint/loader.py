@@ -35,7 +35,7 @@ from foveal_runtime.model.checkpoint.kinds import (
 from foveal_runtime.model.checkpoint.placement import METHOD, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.rotary import settle_rope
-from foveal_runtime.model.checkpoint.settings import check_towers, settle_outputs
+from foveal_runtime.model.checkpoint.settings import check_towers, keep_wide, settle_outputs
 from foveal_runtime.model.checkpoint.weights import check_directory, check_report, check_weights
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
@@ -189,6 +189,7 @@ def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "aut
     with torch.device("meta"):
         try:
             model = model_class._from_config(config, dtype=kind, **class_options(model_class))
+            keep_wide(model, kind)
         except _LOAD_ERRORS as error:
             raise _unloadable(path, error) from error
         if quantized := getattr(config, "quantization_config", None):

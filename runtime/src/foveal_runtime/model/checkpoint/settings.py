@@ -6,9 +6,11 @@ what is not the model's own is put back, and what would be looked up elsewhere i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from foveal_runtime.plan.errors import StartupError
@@ -60,3 +62,12 @@ def _parts_of(field: str, config: Any) -> Iterator[tuple[str, Any]]:
     for name, part in vars(config).items():
         if isinstance(part, PreTrainedConfig):
             yield from _parts_of(f"{field}{name}.", part)
+
+
+def keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """Parameters of a model without values get the type that transformers loads them in, where a
+    family keeps some in float32 whatever the model's type is."""
+    kept = "|".join(name.replace("*", ".*") for name in model._get_dtype_plan(dtype))
+    for name, parameter in model.named_parameters():
+        if kept and re.search(kept, name):
+            parameter.data = parameter.data.float()

@@ -266,7 +266,8 @@ class EncoderRunner:
     ) -> list[torch.Tensor]:
         """Outputs (levels, n, E) of the items. Raises ValueError when a count is not promised."""
         names = [n for n in (*spec.fields, *spec.optional) if n in items[0].fields]
-        kwargs = {name: self._load(items, name) for name in names}
+        dtype = torch.float32 if spec.is_wide else self._dtype
+        kwargs = {name: self._load(items, name, dtype) for name in names}
         if spec.method in CUSTOM_ENCODERS:
             found = CUSTOM_ENCODERS[spec.method](self._core, **kwargs)
             levels = list(found) if self._adapter.deepstack else [found]
@@ -276,7 +277,8 @@ class EncoderRunner:
             if self._adapter.deepstack:
                 levels += list(result.deepstack_features)
         split = [split_rows(level, promised) for level in levels]
-        return [torch.stack([level[i] for level in split]) for i in range(len(items))]
+        stacked = (torch.stack([level[i] for level in split]) for i in range(len(items)))
+        return [one.to(self._dtype) for one in stacked]
 
     def _given(self, item: Item, num_embeds: int) -> torch.Tensor:
         """Outputs (levels, n, E) that came with the item. Raises BadItem."""
@@ -284,13 +286,13 @@ class EncoderRunner:
         given = item.fields[EMBEDS]
         if given.shape != shape or given.dtype not in ("float32", "float16", "bfloat16"):
             raise BadItem(f"{EMBEDS} is {given.dtype} {given.shape}; {shape} are needed")
-        rows = self._load([item], EMBEDS)[0]
+        rows = self._load([item], EMBEDS, self._dtype)[0]
         return rows.view(num_embeds, self._levels, self._width).transpose(0, 1).contiguous()
 
-    def _load(self, items: list[Item], name: str) -> torch.Tensor:
+    def _load(self, items: list[Item], name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = field_tensor(items, name)
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-        return self._device.send(tensor, is_own=True).to(dtype)
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        return self._device.send(tensor, is_own=True).to(kind)
 
 
 def batch_key(spec: EncoderSpec, item: Item, modality: int) -> tuple[object, ...]:
