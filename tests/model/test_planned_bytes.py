@@ -1,6 +1,6 @@
 """What the plan says weights, states, KV and adapters take, beside what a process has grown by.
 
-On models of some hundred megabytes, where a percentage means something: a hybrid, a quantised one,
+On models of some hundred megabytes, where a percentage means something: hybrids, a quantised one,
 and one with LoRA adapters. What every process takes is measured elsewhere
 (tests/processes/test_memory.py), and loaded here before the first look.
 """
@@ -45,6 +45,12 @@ LINEAR = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+MAMBA = {
+    "attn_layer_indices": [3, 7],
+    "mamba_n_heads": 16,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 2,
+}
 GROWTH = """
 import json, sys
 from foveal_runtime.model.runner.runner import TorchRunner
@@ -66,6 +72,8 @@ large = load(*json.loads(sys.argv[2]))
 print(taken_bytes() - before)
 """
 
+SMALL = {"hybrid": "qwen3_next", "mamba": "bamba"}
+"""Models with states, and tiny ones whose code is loaded before the first look."""
 
 # Compiled products are planned with what every process takes, not with the model.
 NO_CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "1")
@@ -81,12 +89,15 @@ def llama(folder: Path) -> Path:
     return save_random(hf.LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]), folder)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "quantised", "int4", "adapters"])
+@pytest.mark.parametrize("kind", ["hybrid", "mamba", "quantised", "int4", "adapters"])
 def test_the_plan_is_what_a_process_grows_by(kind: str, tiny, tmp_path, monkeypatch) -> None:
     adapters: list[str] = []
     if kind == "hybrid":
         config = hf.Qwen3_5TextConfig(**SIZES, **LINEAR, architectures=["Qwen3_5ForCausalLM"])
         path = save_random(config, tmp_path / "hybrid")
+    elif kind == "mamba":
+        config = hf.BambaConfig(**SIZES, **MAMBA, architectures=["BambaForCausalLM"])
+        path = save_random(config, tmp_path / "mamba")
     elif kind == "quantised":
         path, _ = quantised.make(llama(tmp_path / "source"), tmp_path, "W4A16")
     elif kind == "int4":
@@ -107,10 +118,10 @@ def test_the_plan_is_what_a_process_grows_by(kind: str, tiny, tmp_path, monkeypa
     lines = {line.name: line.bytes for line in found.engine.lines}
     names = ("weights", "state", "snapshots", "kv")
     planned = sum(lines.get(name, 0) for name in names) + lora_bytes
-    assert ("state" in lines) == ("snapshots" in lines) == (kind == "hybrid")
+    assert ("state" in lines) == ("snapshots" in lines) == (kind in SMALL)
     num_snapshots = lines.get("snapshots", 0) // (profile.state_bytes or 1)
     request = [str(path), KV_BYTES, NUM_SEQS, num_snapshots, adapters, lora_bytes, quantization]
-    small = str(tiny("qwen3_next" if kind == "hybrid" else "llama"))
+    small = str(tiny(SMALL.get(kind, "llama")))
     grown = subprocess.run(
         [sys.executable, "-c", GROWTH, small, json.dumps(request)],
         check=True, capture_output=True, text=True, timeout=300, env={**os.environ, **NO_CACHES},
