@@ -22,9 +22,8 @@ from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
 from foveal_runtime.model.profiler import parameter_bytes
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
-from tests.support.models.bench import Bench
+from tests.support.models.bench import compare
 from tests.support.models.quantised import FORMATS, make
-from tests.support.models.tiny_checkpoints import IMAGE
 
 pytestmark = pytest.mark.model
 MULTIMODAL = ("fp8 blocks", "W4A16 asymmetric", "W8A8", "AWQ", "GPTQ ordered by activations")
@@ -34,17 +33,6 @@ MULTIMODAL = ("fp8 blocks", "W4A16 asymmetric", "W8A8", "AWQ", "GPTQ ordered by 
 def pair(tiny, tmp_path):
     """pair(case, format) → the paths of the quantised checkpoint and of its plain twin."""
     return lambda case, name, **options: make(Path(tiny(case)), tmp_path, name, **options)
-
-
-def compare(case: str, stored: Path, plain: Path) -> Bench:
-    bench = Bench(case, stored, plain=plain)
-    items = [(IMAGE, 1)] if bench.case.items else []
-    prompts = [bench.prompt(seed, items, num_text=9 + 8 * seed) for seed in range(2)]
-    jobs = [bench.job(str(seed), prompt) for seed, prompt in enumerate(prompts)]
-    bench.driver.run(jobs)
-    for job, prompt in zip(jobs, prompts, strict=True):
-        bench.check(job, prompt)
-    return bench
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -219,13 +207,6 @@ def test_what_is_stored_another_way_is_refused(case: str, pair) -> None:
         with pytest.raises(UnsupportedQuantization, match=reason) as caught:
             read(path)
         assert "\n" not in caught.value.message
-
-
-def test_stacked_experts_are_refused(pair, tiny) -> None:
-    stored, _ = pair("qwen3_moe", "fp8 blocks")
-    for read in (profiler.predict, TorchRunner.load):
-        with pytest.raises(UnsupportedQuantization, match="stacks with others"):
-            read(str(stored))
 
 
 def test_ranks_are_refused_before_they_start(pair) -> None:

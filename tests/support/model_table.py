@@ -19,6 +19,7 @@ from tests.support.models import tiny_checkpoints
 
 TENSOR_PARALLEL = ("tests.model.test_tensor_parallel", "NAMES")
 FAST_PATH = "tests.model.test_decoder_layers"
+EXPERTS = ("tests.model.test_quantized_experts", "ONE_BY_ONE")
 """Test module, and its list, of the families that it compares that way."""
 CASE_MODULES = (
     "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
@@ -151,6 +152,7 @@ computed in one step.
 scales by tensor, channel, group or block; zero points; with and without `actorder` |
 | `awq` | 4 bits, version `gemm` |
 | `gptq` | 4 and 8 bits, `gptq` and `gptq_v2`, with and without `desc_act` |
+| `mxfp4` | experts of GPT-OSS (`blocks`, `scales`) |
 
 Whole codes of 4 and 8 bits, with or without zero points, are laid out once for kernels that
 multiply with them ([weight-only kernel](../decisions/weight-only-kernel.md)): C ones on CPUs,
@@ -164,6 +166,13 @@ that the checkpoint leaves out (towers, projectors, heads) run as always. Each f
 with a plain checkpoint of the dequantised weights (`tests/model/test_quantized_layers.py`). Where
 plain torch multiplies, memory is saved and not time: FP8 on a CPU is several times slower than
 bfloat16.
+
+Experts stay quantised, too (`tests/model/test_quantized_experts.py`), where files have them one by
+one (`experts.3.gate_proj`), and FP8 or MXFP4 where they are stacked: each keeps linear layers of
+its own, in the layouts and by the kernels above, and only those that a token of the step goes to
+are multiplied with. Which those are is read on the host, so on GPUs decode steps of such a model
+are not recorded as graphs, and no kernel takes several experts at once. Experts of FP8 on a CPU, of
+MXFP4 anywhere, are dequantised a block at a time in each step that needs them.
 
 A checkpoint of plain numbers is quantised while it is loaded with `foveal serve --quantization
 int8` (a scale for each output) or `int4` (a scale for each output and 64 inputs, 32 where 64 do
@@ -179,8 +188,7 @@ time per 10⁹ parameters for int4, and 7 to 12 s for int8. One device an engine
 
 Other formats, and what of these is not read, are [refused](refused.md#quantised-weights) by plan,
 profile and engine alike, before a byte of a weight is read; so are tensors that differ from what
-the scheme says, embeddings and tied heads, and experts of families marked "no" or "without experts"
-(transformers stacks them into one tensor).
+the scheme says, embeddings and tied heads, and experts of families marked "no".
 
 ## Add a model
 
@@ -202,12 +210,10 @@ A family whose mechanisms are known needs one entry and one test line:
 
 class Family(NamedTuple):
     """`stacks_experts`: transformers stacks its experts into one parameter as it loads them;
-    `is_dense`: there are models of it without such experts; `has_plan`: it knows how to split its
-    layers among ranks."""
+    `has_plan`: it knows how to split its layers among ranks."""
 
     adapter: Adapter
     stacks_experts: bool
-    is_dense: bool
     has_plan: bool
 
 
@@ -221,10 +227,8 @@ def compared() -> dict[str, Family]:
         if kind in known:
             one = _family(known[kind], config)
             other = found.get(kind, one)
-            found[kind] = one._replace(
-                stacks_experts=one.stacks_experts or other.stacks_experts,
-                is_dense=one.is_dense or other.is_dense,
-            )
+            stacks = one.stacks_experts or other.stacks_experts
+            found[kind] = one._replace(stacks_experts=stacks)
     return dict(sorted(found.items()))
 
 
@@ -232,7 +236,7 @@ def _family(adapter: Adapter, config: Any) -> Family:
     with torch.device("meta"):
         model = class_for(config)._from_config(config)
     stacks = any("expert" in name and one.dim() == 3 for name, one in model.named_parameters())
-    return Family(adapter, stacks, not stacks, bool(getattr(model, "tp_plan", None)))
+    return Family(adapter, stacks, bool(getattr(model, "tp_plan", None)))
 
 
 def _kinds_of(module: str, names: str) -> set[str]:
@@ -253,7 +257,7 @@ def _parallel(kind: str, family: Family, tested: set[str]) -> str:
 def page() -> str:
     rows = []
     families = compared()
-    ranks = _kinds_of(*TENSOR_PARALLEL)
+    ranks, experts = _kinds_of(*TENSOR_PARALLEL), _kinds_of(*EXPERTS)
     steps = dict.fromkeys(_kinds_of(FAST_PATH, "KEPT"), "modules")
     for names in ("TAKEN", "MEDIA", "MORE"):
         steps |= dict.fromkeys(_kinds_of(FAST_PATH, names), "compared")
@@ -262,9 +266,7 @@ def page() -> str:
         marks = ["yes" if name in adapter.encoders else "–" for name in ("image", "video", "audio")]
         caching = "no" if adapter.bidirectional == "prompt" else "yes"
         ways = [_parallel(kind, family, ranks), steps.get(kind, "–")]
-        quantised = "yes" if not family.stacks_experts else "no"
-        if family.stacks_experts and family.is_dense:
-            quantised = "without experts"
+        quantised = "yes" if not family.stacks_experts or kind in experts else "no"
         if adapter.is_encoder:
             quantised = "–"
         rows.append([f"`{kind}`", *marks, caching, *ways, quantised])

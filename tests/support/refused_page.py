@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.lora import LoraSource
 from tests.support.models import tiny_checkpoints
 from tests.support.models.lora import write_adapter
+from tests.support.models.quantised import make
 
 REASONS = {
     "encoder-decoder models": (
@@ -134,6 +136,17 @@ def _adapter(name: str = "llama", tensor: str = "", **config: object) -> Callabl
     return ask
 
 
+def _experts(name: str) -> Callable[[Path], object]:
+    def ask(folder: Path) -> None:
+        importlib.import_module("tests.support.models.tiny_towers")  # adds its cases
+        tiny_checkpoints.save(name, folder / "model")
+        stored, _ = make(folder / "model", folder, "fp8 blocks")
+        shutil.copytree(stored, folder, dirs_exist_ok=True)
+        meta_model(str(folder))
+
+    return ask
+
+
 def _ranks(kind: str, **changes: Any) -> Callable[[Path], object]:
     return lambda _: check_splits(AutoConfig.for_model(kind, **changes), 2)
 
@@ -187,6 +200,8 @@ SECTIONS: Mapping[str, tuple[Case, ...]] = {
         Case("2:4 sparsity", "not read", _scheme(**PACKED, sparsity_config={"format": "24"})),
         Case("tensors that config.json does not explain", "they would be widened silently",
              _stored),
+        Case("experts of `aria`, `ernie4_5_vl_moe`, `step3p7`", "transformers stacks or computes "
+             "them in ways of their own", _experts("ernie4_5_vl_moe")),
         Case("`--quantization` of a decoder without linear layers", "GPT-2's layers are "
              "transformers' Conv1D; it would run as it is stored",
              _file("config.json", lambda path: meta_model(path, quantization="int8"), GPT2)),

@@ -22,7 +22,7 @@ from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import pack_item
 from tests.support.models.exact import exact_logits, float32_error, forward
 from tests.support.models.step_driver import Job, StepDriver
-from tests.support.models.tiny_checkpoints import CASES, Case, Prompt, make_prompt
+from tests.support.models.tiny_checkpoints import CASES, IMAGE, Case, Prompt, make_prompt
 
 DEVICE = os.environ.get("FOVEAL_DEVICE", "cpu")
 DTYPE = os.environ.get("FOVEAL_DTYPE", "float32")
@@ -193,3 +193,15 @@ class Bench:
             **kwargs,
         )
         return out[0, len(prompt.ids) :].tolist()
+
+
+def compare(case: str, stored: Any, plain: Any) -> Bench:
+    """The runner's logits of a quantised checkpoint are those of its plain twin in transformers."""
+    bench = Bench(case, stored, plain=plain)
+    items = [(IMAGE, 1)] if bench.case.items else []
+    prompts = [bench.prompt(seed, items, num_text=9 + 8 * seed) for seed in range(2)]
+    jobs = [bench.job(str(seed), prompt) for seed, prompt in enumerate(prompts)]
+    bench.driver.run(jobs)
+    for job, prompt in zip(jobs, prompts, strict=True):
+        bench.check(job, prompt)
+    return bench

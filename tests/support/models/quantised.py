@@ -21,7 +21,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
-LAYERS = r"layers\.\d+\.(self_attn|mlp)\.([\w.]+\.)?\w+_proj\.weight$"
+LAYERS = r"(layers|blocks)\.\d+\.(self_attn|mlp|feed_forward|experts)\.([\w.]+\.)?\w+_proj\.weight$"
 PLAIN = "layers.1.mlp.down_proj"
 """A layer that every scheme leaves as it is, beside towers and heads."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -39,16 +39,25 @@ class Format:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def make(source: Path, target: Path, name: str, change: Callable[[Tensors], None] | None = None):
+def make(
+    source: Path,
+    target: Path,
+    name: str,
+    change: Callable[[Tensors], None] | None = None,
+    stack: Callable[[Tensors], Tensors] | None = None,
+):
     """Writes `target`/stored and `target`/plain; returns their paths. `change` may spoil what is
-    stored of each layer."""
+    stored of each layer, `stack` what of all. Experts are stored one by one, unless it stacks
+    them."""
     chosen = FORMATS[name]
     generator = torch.Generator().manual_seed(7)
     file = next(source.glob("*.safetensors"))
+    config = json.loads((source / "config.json").read_text())
     stored: Tensors = {}
     plain: Tensors = {}
     ignored = set()
-    for key, tensor in load_file(file).items():
+    is_flipped = config["model_type"] in INPUTS_FIRST
+    for key, tensor in unstacked(load_file(file), is_flipped).items():
         layer = key.removesuffix(".weight")
         is_tower = "vision" in key or "visual" in key
         if not re.search(LAYERS, key) or is_tower or layer.endswith(PLAIN):
@@ -60,13 +69,50 @@ def make(source: Path, target: Path, name: str, change: Callable[[Tensors], None
             change(parts)
         stored |= {f"{layer}.{suffix}": part.contiguous() for suffix, part in parts.items()}
     scheme = {**chosen.scheme, chosen.ignored: sorted(ignored)}
+    if stack:
+        stored = stack(stored)
+    plain = restacked(plain, load_file(file), is_flipped)
     for folder, tensors in (("stored", stored), ("plain", plain)):
         shutil.copytree(source, target / folder)
         save_file(tensors, target / folder / file.name, {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = scheme
     (target / "stored" / "config.json").write_text(json.dumps(config))
     return target / "stored", target / "plain"
+
+
+STACK = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
+INPUTS_FIRST = ("llama4_text", "llama4", "gpt_oss")
+"""Families whose stacked experts have inputs before outputs."""
+
+
+def unstacked(tensors: Tensors, is_flipped: bool) -> Tensors:
+    """Stacked experts as files have them one by one."""
+    found: Tensors = {}
+    for key, tensor in tensors.items():
+        if not (match := STACK.fullmatch(key)):
+            found[key] = tensor
+            continue
+        names = ["down"] if match[2] == "down" else ["gate", "up"]
+        for number, one in enumerate(tensor.transpose(1, 2) if is_flipped else tensor):
+            for name, part in zip(names, one.chunk(len(names)), strict=True):
+                found[f"{match[1]}{number}.{name}_proj.weight"] = part.contiguous()
+    return found
+
+
+def restacked(tensors: Tensors, like: Tensors, is_flipped: bool) -> Tensors:
+    """The other way round: with the names of `like`."""
+    found: Tensors = {}
+    for key, one in like.items():
+        if not (match := STACK.fullmatch(key)):
+            found[key] = tensors[key]
+            continue
+        names = ["down"] if match[2] == "down" else ["gate", "up"]
+        whole = torch.stack([
+            torch.cat([tensors[f"{match[1]}{number}.{name}_proj.weight"] for name in names])
+            for number in range(len(one))
+        ])  # fmt: skip
+        found[key] = (whole.transpose(1, 2) if is_flipped else whole).contiguous()
+    return found
 
 
 def compressed(form: str, scale_type: torch.dtype = torch.float32, **arguments: Any) -> Format:

@@ -267,7 +267,12 @@ CASES.update(
             final_logit_softcapping=5.0,
         ),
         "gpt_oss_sinks": text_case(
-            "GptOssConfig", **HYBRID, head_dim=8, num_local_experts=4, num_experts_per_tok=2
+            "GptOssConfig",
+            **HYBRID,
+            head_dim=8,
+            intermediate_size=64,  # MXFP4 has blocks of 32 inputs
+            num_local_experts=4,
+            num_experts_per_tok=2,
         ),
         "cohere2": text_case("Cohere2Config", **HYBRID, logit_scale=0.25),
         "qwen3_moe": text_case(

@@ -119,7 +119,7 @@ CASES["qwen3_vl_moe"] = Case(
             "head_dim": 8,
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
+            "moe_intermediate_size": 48,
         },
         vision_config=QWEN3_VISION,
         **QWEN_TOKENS,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,10 +66,34 @@ def block_quantized(model: nn.Module, device: str = "cpu") -> int:
     if layers and (why := _missing(device)):
         _log.warning("quantised weights are widened for every product: %s", why)
         return 0
+    if layers and next(layers[0].buffers()).is_meta:
+        return _plan_blocks(layers, device)
     count = sum(block_layer(one, device) for one in layers)
     if device == "cuda":
         _try_kernels(layers, next(model.parameters()).dtype)
     return count
+
+
+def _plan_blocks(layers: Sequence[QuantizedLinear], device: str) -> int:
+    """As `block_quantized` without values, where layers that are stored alike need one look: of
+    experts there are thousands."""
+    known: dict[object, tuple[bool, QuantizedLinear]] = {}
+    for layer in layers:
+        shapes = ((name, one.shape, one.dtype) for name, one in layer.named_buffers(recurse=False))
+        kind = (layer.layout, layer.out_features, layer.in_features, *shapes)
+        if kind not in known:
+            known[kind] = block_layer(layer, device), layer
+        elif known[kind][0]:
+            _set_buffers(layer, dict(known[kind][1].named_buffers(recurse=False)))
+            layer.layout = known[kind][1].layout
+    return sum(one.layout.kind == BLOCKED for one in layers)
+
+
+def _set_buffers(layer: QuantizedLinear, found: Mapping[str, torch.Tensor]) -> None:
+    for name in [name for name, _ in layer.named_buffers(recurse=False)]:
+        delattr(layer, name)
+    for name, tensor in found.items():
+        layer.register_buffer(name, tensor)
 
 
 def _try_kernels(layers: Sequence[QuantizedLinear], dtype: torch.dtype) -> None:
@@ -82,7 +106,7 @@ def _try_kernels(layers: Sequence[QuantizedLinear], dtype: torch.dtype) -> None:
     }
     for layer in found.values():
         kind = layer.layout.kind
-        if ("cuda", kind) not in KERNELS or next(layer.buffers()).is_meta:
+        if ("cuda", kind) not in KERNELS:
             continue
         for count in _TRIED_ROWS:
             rows = torch.randn(count, layer.in_features, device=next(layer.buffers()).device)
@@ -120,6 +144,8 @@ def _block(layer: QuantizedLinear, widths: Sequence[int]) -> bool:
     """(outputs N, inputs K) of `wide` outputs, in groups of `deep` inputs, to codes
     (N / wide, K, wide) and scales (N / wide, K / deep, wide)."""
     outs, ins, bits = layer.out_features, layer.in_features, layer.layout.bits
+    if not _has_whole_codes(layer):
+        return False
     scales = scales_of(layer, 0, outs)
     deep = ins if scales.shape[1] == 1 else layer.layout.columns
     if not _is_blockable(layer, deep):
@@ -138,10 +164,7 @@ def _block(layer: QuantizedLinear, widths: Sequence[int]) -> bool:
     found = {"codes": whole, "scales": _columns(scales, wide)}
     if points[0] is not None:
         found["zeros"] = _columns(torch.cat([one for one in points if one is not None]), wide)
-    for name in [name for name, _ in layer.named_buffers(recurse=False)]:
-        delattr(layer, name)
-    for name, tensor in found.items():
-        layer.register_buffer(name, tensor)
+    _set_buffers(layer, found)
     layer.layout = StoredAs(BLOCKED, bits, "scales", wide, deep)
     return True
 
@@ -170,10 +193,13 @@ def _num_words(ins: int, wide: int) -> int:
     return (-(-ins // _PART) * _PART if wide == 1 else ins) // _WORD_CODES
 
 
+def _has_whole_codes(layer: QuantizedLinear) -> bool:
+    weight = getattr(layer, "weight", None)
+    return layer.layout.kind != "mxfp4" and (weight is None or weight.dtype == torch.int8)
+
+
 def _is_blockable(layer: QuantizedLinear, deep: int) -> bool:
-    ins, weight = layer.in_features, getattr(layer, "weight", None)
-    if weight is not None and weight.dtype != torch.int8:
-        return False
+    ins = layer.in_features
     if layer.layout.bits == 4 and (ins % _WORD_CODES or deep % _WORD_CODES):
         return False
     order = order_of(layer)

@@ -5,7 +5,8 @@ Made by `placement` where an nn.Linear stood, or here of a plain one's weight. W
 quantised: rows are never rounded, whatever the checkpoint's scheme says about activations, so a
 layer computes what a plain one with the dequantised weights computes. Layouts and their sources:
 `weight` with scales and `weight_packed` as compressed-tensors 0.20 writes them, `weight_scale_inv`
-as in DeepSeek-V3's files, `qweight` as AutoAWQ (GEMM) and AutoGPTQ write it.
+as in DeepSeek-V3's files, `qweight` as AutoAWQ (GEMM) and AutoGPTQ write it, `blocks` as in
+GPT-OSS's files.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SCRATCH_BYTES = 5 * 4 * BLOCK_NUMBERS
 _STEP = 32  # outputs of a block come in multiples, so that no packed number is cut
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of the eight codes in a number belongs to output 0, 1, ...: AutoAWQ interleaves them."""
+_FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+"""What a code of e2m1 is (OCP Microscaling Formats 1.0, 5.3.3)."""
 
 
 class QuantizedLinear(nn.Module):  # type: ignore[misc]
@@ -223,7 +226,14 @@ def _gptq(layer: QuantizedLinear, start: int, stop: int) -> Codes:
     return codes.sub_(half), points.float().sub_(half)
 
 
+def _mxfp4(layer: QuantizedLinear, start: int, stop: int) -> Codes:
+    table = torch.tensor(_FP4, device=layer.blocks.device)
+    pairs = layer.blocks[start:stop].flatten(1)
+    return table[torch.stack([pairs & 15, pairs >> 4], -1).flatten(1).int()], None
+
+
 CODES: dict[str, Callable[[QuantizedLinear, int, int], Codes]] = {
+    "mxfp4": _mxfp4,
     "plain": _plain,
     "packed": _packed,
     "awq": _awq,
@@ -240,7 +250,10 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def scales_of(layer: QuantizedLinear, start: int, stop: int) -> torch.Tensor:
     """Scales of outputs start ... stop, float32 (stop - start, groups of inputs)."""
-    return rows_of(layer, getattr(layer, layer.layout.scale), start, stop)
+    table = getattr(layer, layer.layout.scale)
+    if layer.layout.kind == "mxfp4":  # a float's exponent alone
+        return (table[start:stop].int() << 23).view(torch.float32)
+    return rows_of(layer, table, start, stop)
 
 
 def order_of(layer: QuantizedLinear) -> torch.Tensor | None:

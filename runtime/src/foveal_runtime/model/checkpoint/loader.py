@@ -32,7 +32,7 @@ from foveal_runtime.model.checkpoint.kinds import (
     unknown_kind,
     unserved_kind,
 )
-from foveal_runtime.model.checkpoint.placement import METHOD, place_layers
+from foveal_runtime.model.checkpoint.placement import METHOD, fill_experts, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.rotary import settle_rope
 from foveal_runtime.model.checkpoint.settings import check_towers, keep_wide, settle_outputs
@@ -194,6 +194,7 @@ def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "aut
             raise _unloadable(path, error) from error
         if quantized := getattr(config, "quantization_config", None):
             place_layers(model, path, quantized["scheme"])
+            fill_experts(model, path)
     loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
     if quantization != "auto":
         quantize_linears(loaded.decoder, quantization)

@@ -19,13 +19,22 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear, order_of, scales_of
+from foveal_runtime.model.checkpoint.experts import (
+    ExpertLayer,
+    QuantizedExperts,
+    RepeatedExperts,
+    find_layers,
+    linear_of,
+    opened,
+    why_unknown,
+)
 from foveal_runtime.model.checkpoint.quantized import (
     describe,
     layout_of,
     quantized_layers,
     refusal,
 )
-from foveal_runtime.model.checkpoint.weights import stored_tensors
+from foveal_runtime.model.checkpoint.weights import StoredTensor, stored_tensors
 
 METHOD = "foveal-weight-only"
 _TYPES = {
@@ -35,6 +44,7 @@ _TYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
     "I32": torch.int32,
+    "U8": torch.uint8,
 }
 
 
@@ -47,27 +57,43 @@ def quantization_of(config: Any) -> str:
     return describe(found["scheme"]) if found else ""
 
 
+class _Names:
+    """What tensors of the files are called in the model, by transformers' own renaming."""
+
+    def __init__(self, model: Any) -> None:
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        self._prefix, self.plain = model.base_model_prefix, model.state_dict()
+
+    def key(self, name: str, is_converted: bool = True) -> tuple[str, str | None]:
+        """The name in the model, and the pattern of what converts it; None = it stays as it is."""
+        found: tuple[str, str | None] = rename_source_key(
+            name, self._renamings, self._converters * is_converted, self._prefix, self.plain
+        )
+        return found
+
+
 def place_layers(model: Any, path: str, scheme: Mapping[str, Any]) -> None:
     """Puts a QuantizedLinear, its buffers on torch's meta device, where the checkpoint `path` has
-    one. Raises UnsupportedQuantization for a layer that cannot be computed."""
-    transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    plain = model.state_dict()
+    one, and QuantizedExperts, to be filled, where it has those. Raises UnsupportedQuantization for
+    what cannot be computed."""
+    names, quantised, tensors = _Names(model), quantized_layers(path), stored_tensors(path)
+    plain = names.plain
+    placed = _place_experts(model, path, scheme, names, quantised, tensors)
     tied = getattr(model, "all_tied_weights_keys", {})
     tied = {*tied, *tied.values()}
-    for stored_name, stored in quantized_layers(path).items():
-        key, converter = rename_source_key(
-            f"{stored_name}.weight", renamings, converters, model.base_model_prefix, plain
-        )
+    for stored_name, stored in quantised.items():
+        key, converter = names.key(f"{stored_name}.weight")
+        if stored_name in placed or key not in plain:
+            continue  # transformers does not load it either
         if converter is not None:
             raise refusal(path, f"{stored_name}, which transformers stacks with others")
-        if key not in plain:
-            continue  # transformers does not load it either
         name = key.removesuffix(".weight")
-        linear = model.get_submodule(name)
+        linear = model.get_submodule(name) if name != key else None
         if type(linear) is not nn.Linear or key in tied:
-            what = "tied to another" if key in tied else f"a {type(linear).__name__}"
+            kind = f"a {type(linear).__name__}" if linear else "one tensor of a larger module"
+            what = "tied to another" if key in tied else kind
             raise refusal(path, f"{stored_name}, {what}, no linear layer of its own")
         layout, kept = layout_of(path, scheme, (stored_name, name), stored, linear)
         buffers = {
@@ -75,15 +101,69 @@ def place_layers(model: Any, path: str, scheme: Mapping[str, Any]) -> None:
                                 device="meta") for suffix in kept
         }  # fmt: skip
         model.set_submodule(name, QuantizedLinear(linear, layout, buffers))
-    for stored_name, one in stored_tensors(path).items():
+    for stored_name, one in tensors.items():
         if one.dtype in _PLAIN or stored_name.endswith((".weight", ".weight_packed", ".qweight")):
             continue
-        key, _ = rename_source_key(
-            stored_name, renamings, converters, model.base_model_prefix, plain
-        )
-        if key in plain and plain[key].is_floating_point():
+        key, _ = names.key(stored_name)
+        if key in plain and plain[key].is_floating_point() and stored_name not in placed:
             # transformers would take the numbers without their scales.
             raise refusal(path, f"{stored_name}, {one.dtype} numbers outside a linear layer")
+
+
+def _place_experts(
+    model: Any, path: str, scheme: Mapping[str, Any], names: _Names,
+    quantised: Mapping[str, Mapping[str, StoredTensor]], tensors: Mapping[str, StoredTensor],
+) -> set[str]:  # fmt: skip
+    """Returns what is placed: layers by their names in the files, stacked tensors by theirs."""
+
+    def owner_of(name: str) -> tuple[str, nn.Module] | None:
+        key, _ = names.key(name, is_converted=False)
+        owner = key.rpartition(".")[0]
+        return (owner, model.get_submodule(owner)) if key in names.plain else None
+
+    places, found = set[str](), dict[str, list[Any]]()
+    for stored_name, owner, *layer in find_layers(tensors, quantised, owner_of):
+        found.setdefault(owner, []).append((stored_name, *layer))
+        places.add(stored_name)
+    for owner, layers in found.items():
+        experts = model.get_submodule(owner)
+        have: dict[int, set[str]] = {}
+        for _, number, name, _ in layers:
+            have.setdefault(number, set()).add(name)
+        if why := why_unknown(experts, have):
+            raise refusal(path, f"{describe(scheme)}, {owner}, {why}")
+        made, linears = [], {name: linear_of(experts, name) for name in have[0]}
+        for stored_name, number, name, slices in layers:
+            where, linear = (stored_name, f"{owner}.{number}.{name}"), linears[name]
+            stored = {suffix: one.header for suffix, one in slices.items()}
+            layout, kept = layout_of(path, scheme, where, stored, linear)
+            bias = getattr(experts, f"{name}_bias", None)
+            source = None if bias is None else (f"{stored_name}_bias", bias.dtype)
+            if source and source[0] not in tensors:
+                raise refusal(path, f"{describe(scheme)}, {source[0]}: missing")
+            kept_slices = {suffix: slices[suffix] for suffix in kept}
+            made.append(ExpertLayer(number, name, linear, layout, kept_slices, source))
+        kind = QuantizedExperts if hasattr(experts, "_apply_gate") else RepeatedExperts
+        model.set_submodule(owner, kind(experts, made))
+    if found:  # they are read here: transformers need not list them as unknown to it
+        model._keys_to_ignore_on_load_unexpected.add(r"\.experts\.")
+    return places
+
+
+def fill_experts(model: nn.Module, path: str) -> None:
+    """Gives experts their layers once transformers has loaded the rest; on its meta device where
+    the model is there."""
+    waiting = [one for one in model.modules() if isinstance(one, QuantizedExperts)]
+    if waiting and next(model.parameters()).is_meta:
+        tensors = stored_tensors(path)
+        for one in waiting:
+            one.fill(lambda name: torch.empty(
+                tensors[name].shape, dtype=_TYPES[tensors[name].dtype], device="meta"
+            ))  # fmt: skip
+    elif waiting:
+        with opened(path) as read:
+            for one in waiting:
+                one.fill(read)
 
 
 def settle_orders(model: nn.Module, path: str, scheme: Mapping[str, Any]) -> None:
@@ -125,6 +205,7 @@ class _Placement(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: object) -> Any:
         config: Any = self.quantization_config
+        fill_experts(model, config.path)
         settle_orders(model, config.path, config.scheme)
         self.remove_quantization_config(model)
         return model

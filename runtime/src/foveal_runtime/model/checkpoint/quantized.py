@@ -31,6 +31,7 @@ _ALLOWED: Mapping[str, Mapping[str, set[Any]]] = {
     "fp8": {"fmt": {"e4m3", "float8_e4m3fn"}},
     "awq": {"version": {"gemm"}, "bits": {4}, "zero_point": {True}},
     "gptq": {"checkpoint_format": {"gptq", "gptq_v2"}, "bits": {4, 8}},
+    "mxfp4": {},
     "compressed-tensors": {"format": {
         "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision",
     }},
@@ -325,10 +326,22 @@ def _gptq_or_awq(
     return StoredAs(kind, bits, "scales", 1, size, offset, is_reordered), shapes
 
 
+def _mxfp4(
+    scheme: object, names: object, stored: object, outs: int, ins: int
+) -> tuple[StoredAs, _Shapes] | str:
+    if ins % 32:
+        return f"{ins} inputs, not a multiple of 32"
+    return StoredAs("mxfp4", 4, "scales", 1, 32), {
+        "blocks": ({"U8"}, (outs, ins // 32, 16)),
+        "scales": ({"U8"}, (outs, ins // 32)),
+    }
+
+
 LOADERS: Mapping[str, Callable[..., tuple[StoredAs, _Shapes] | str]] = {
     "awq": _gptq_or_awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq_or_awq,
+    "mxfp4": _mxfp4,
 }
 """quant_method → how it stores a layer, or why that is not known. Other methods are refused."""

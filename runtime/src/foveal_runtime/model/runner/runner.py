@@ -34,6 +34,7 @@ from foveal_runtime.model.attention import (
     window_of,
     windowed_layers,
 )
+from foveal_runtime.model.checkpoint.experts import has_quantized_experts
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import LoadedModel, load_model
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
@@ -214,6 +215,10 @@ class TorchRunner:
         computed as before.
         """
         assert self._pool is not None
+        if capturer.is_frozen and has_quantized_experts(self.loaded.model):
+            _log.warning("decode steps are not recorded as graphs: the host reads which of the "
+                         "quantised experts a step needs")  # fmt: skip
+            return False
         if capturer.is_frozen and not self.backend.is_static:
             _log.warning("decode steps are not recorded as graphs: this attention backend reads "
                          "lengths on the host")  # fmt: skip
