@@ -192,6 +192,19 @@ def drop_a_bias(tensors: dict[str, torch.Tensor]) -> None:
     del tensors[f"{STACK}_bias"]
 
 
+def cut_a_bias(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{STACK}_bias"] = tensors[f"{STACK}_bias"][1:].contiguous()
+
+
+def drop_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if "experts.gate_up_proj_" in name]:
+        tensors[name] = tensors[name][1:].contiguous()
+
+
+def drop_scales_of_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{STACK}_scales"] = tensors[f"{STACK}_scales"][1:].contiguous()
+
+
 def cut_scales(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{STACK}_scales"] = tensors[f"{STACK}_scales"][:, 1:].contiguous()
 
@@ -204,6 +217,9 @@ def stack_in_fp8(tensors: dict[str, torch.Tensor]) -> None:
 REFUSED = {
     "one is plain": ("qwen3_moe", "fp8 blocks", leave_one_plain, "of which 11 layers are quan"),
     "no bias": ("gpt_oss_sinks", "MXFP4", drop_a_bias, "experts.gate_up_proj_bias: missing"),
+    "another bias": ("gpt_oss_sinks", "MXFP4", cut_a_bias, r"bias: F32 \[3, 128\]"),
+    "an expert less": ("gpt_oss_sinks", "MXFP4", drop_an_expert, "of which 7 layers are quanti"),
+    "no scales": ("gpt_oss_sinks", "MXFP4", drop_scales_of_an_expert, "scales: missing"),
     "fewer scales": ("gpt_oss_sinks", "MXFP4", cut_scales, r"scales: U8 \[127, 1\] instead of"),
     "two kinds": ("ernie4_5_vl_moe", "fp8 blocks", None, "transformers stacks with others"),
     "one tensor": ("aria", "fp8 blocks", stack_in_fp8, "one tensor of a larger module"),

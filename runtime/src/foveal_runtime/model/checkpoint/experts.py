@@ -25,7 +25,7 @@ from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
 from foveal_runtime.model.checkpoint.quantized import StoredAs
 from foveal_runtime.model.checkpoint.weights import StoredTensor, file_header, weight_files
 
-_SINGLE = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
+_SINGLE = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 _WHOLE = re.compile(r"(.+\.(gate_up_proj|down_proj))(_blocks)?")
 _NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Mixtral's names of layers → those of all others."""
@@ -173,12 +173,15 @@ def find_layers(
             continue
         names = {"weight": name, "weight_scale_inv": f"{match[1]}_scale_inv"}
         # As transformers decides for Qwen3-VL, whose files and modules have them in other orders.
-        is_like = one.shape == getattr(owner[1], match[2]).shape
-        is_flipped = has_inputs_first(owner[1]) == is_like
+        like = getattr(owner[1], match[2]).shape
+        is_flipped = has_inputs_first(owner[1]) == (one.shape == like)
         if match[3]:
             names, is_flipped = {"blocks": name, "scales": f"{match[1]}_scales"}, False
-        parts = {suffix: tensors[full] for suffix, full in names.items() if full in tensors}
-        for number in range(one.shape[0]):
+        parts = {
+            suffix: tensors[full] for suffix, full in names.items()
+            if full in tensors and tensors[full].shape[:1] == one.shape[:1]
+        }  # fmt: skip
+        for number in range(min(one.shape[0], like[0] + 1)):  # one too many is refused
             yield match[1], owner[0], number, match[2], {
                 suffix: Slice(names[suffix], _part(part, is_flipped), number, is_flipped)
                 for suffix, part in parts.items()

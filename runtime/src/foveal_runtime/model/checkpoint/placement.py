@@ -139,8 +139,11 @@ def _place_experts(
             layout, kept = layout_of(path, scheme, where, stored, linear)
             bias = getattr(experts, f"{name}_bias", None)
             source = None if bias is None else (f"{stored_name}_bias", bias.dtype)
-            if source and source[0] not in tensors:
-                raise refusal(path, f"{describe(scheme)}, {source[0]}: missing")
+            there = tensors.get(source[0]) if source else None
+            fits = there and there.dtype in _TYPES and there.shape == getattr(bias, "shape", ())
+            if source and not fits:
+                what = f"{there.dtype} {list(there.shape)}" if there else "missing"
+                raise refusal(path, f"{describe(scheme)}, {source[0]}: {what}")
             kept_slices = {suffix: slices[suffix] for suffix in kept}
             made.append(ExpertLayer(number, name, linear, layout, kept_slices, source))
         kind = QuantizedExperts if hasattr(experts, "_apply_gate") else RepeatedExperts
