@@ -181,3 +181,18 @@ def test_what_the_user_says_after_a_result_is_its_end_where_a_template_takes_no_
     image = ImagePart(type="image_url", uuid="1")
     with pytest.raises(InvalidRequest, match="alternate"):
         template(source).render([*asked, Message(role="user", content=[image])])
+
+
+def test_reasoning_and_text_beside_calls_are_one_where_a_template_takes_one_of_them() -> None:
+    """gpt-oss' template refuses both, and every such turn was a 400."""
+    either = (
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.reasoning_content %}"
+        "{{ raise_exception('not both') }}{% endif %}{% endfor %}"
+    )
+    source = PLAIN.replace(TEXT, "{{ m.content }}{{ m.reasoning_content }}")
+    asked, said, result = talk("x", results=("x",))
+    both = said.model_copy(update={"reasoning_content": "hm"})
+    assert template(either + source).render([asked, both, result]).text == "uhm\n\nt(a)[0]"
+    assert template(source).render([asked, both, result]).text == "uthm(a)[0]"
+    alone = both.model_copy(update={"content": None})
+    assert template(either + source).render([asked, alone, result]).text == "uhm(a)[0]"

@@ -114,6 +114,14 @@ def test_reasoning_that_is_sent_back_is_in_the_prompt(folder, name):
     assert "what a day" in template_of(folder, name).render([asked, thought, result]).text
 
 
+def test_reasoning_and_text_before_a_call_are_gpt_oss_analysis(folder):
+    asked, called, result = HISTORY
+    both = called.model_copy(update={"content": "I look.", "reasoning_content": "what a day"})
+    text = template_of(folder, "openai-gpt-oss-120b").render([asked, both, result]).text
+    analysis = "<|channel|>analysis<|message|>what a day\n\nI look.<|end|>"
+    assert f"{analysis}<|start|>assistant to=functions.look" in text
+
+
 def test_every_row_has_a_template_or_a_reason():
     """Llama 4's and SmolVLM's own templates are in no package: their rows are tried with templates
     of ours (`test_turns`)."""

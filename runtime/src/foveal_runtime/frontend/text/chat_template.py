@@ -28,7 +28,7 @@ from foveal_runtime.frontend.protocol.messages import (
     check_variables,
 )
 from foveal_runtime.frontend.text.call_history import fit_calls
-from foveal_runtime.frontend.text.parts import join_messages, media_part, said_by_user
+from foveal_runtime.frontend.text.parts import join_messages, joined, media_part, said_by_user
 from foveal_runtime.frontend.text.probed_template import TEMPLATE_ERRORS, ProbedTemplate
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
@@ -206,6 +206,10 @@ class ChatTemplate:
         if reasoning and self.probed.takes_thinking_parts:
             said = content_out if as_parts else [{"type": "text", "text": content_out}]
             content_out = [{"type": "thinking", "thinking": reasoning}, *said]
+        elif reasoning and has_calls and content and not self.probed.takes_thought_and_text:
+            before = [{"type": "text", "text": reasoning}] if as_parts else reasoning
+            content_out = joined(before, content_out, "\n\n")
+            del plain["reasoning_content"], plain["reasoning"]
         plain["content"] = content_out
         return plain
 

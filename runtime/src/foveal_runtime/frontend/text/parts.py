@@ -114,7 +114,7 @@ def join_messages(
         if one["role"] == "user" and (is_result or was_result or at != number + 1):
             gap = "\n"
         if gap and out and out[-1]["role"] == one["role"]:
-            content = _joined(out[-1]["content"], one["content"], gap)
+            content = joined(out[-1]["content"], one["content"], gap)
             out[-1] = {**one, **out[-1], "content": content}
         else:
             out.append(one)
@@ -128,15 +128,15 @@ def said_by_user(plain: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     system, *rest = plain
     if not rest or rest[0]["role"] != "user":
         return [{**system, "role": "user"}, *rest]
-    content = _joined(system["content"], rest[0]["content"], "\n\n")
+    content = joined(system["content"], rest[0]["content"], "\n\n")
     return [{**rest[0], "content": content}, *rest[1:]]
 
 
-def _joined(before: Any, after: Any, gap: str) -> Any:
+def joined(before: Any, after: Any, gap: str) -> Any:
     """Two contents as one, both texts or both parts, with `gap` between two texts."""
     if isinstance(before, str):
         return f"{before}{gap}{after}" if before and after else before or after
     if before and after and before[-1]["type"] == after[0]["type"] == "text":
-        text = _joined(before[-1]["text"], after[0]["text"], gap)
+        text = joined(before[-1]["text"], after[0]["text"], gap)
         return [*before[:-1], {"type": "text", "text": text}, *after[1:]]
     return [*before, *after]

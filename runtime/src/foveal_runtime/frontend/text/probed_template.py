@@ -178,10 +178,24 @@ class ProbedTemplate:
         """Whether a call may have arguments that are no object, as those that were cut off."""
         return self._writes_calls(1, _SHORT_ID, '{"a') or not self._writes_calls(1, _SHORT_ID)
 
+    @cached_property
+    def takes_thought_and_text(self) -> bool:
+        """Whether calls may have both beside them. gpt-oss' template refuses that: it writes one of
+        them, as analysis."""
+        both: Any = {"content": "x", "reasoning_content": "x", "reasoning": "x"}
+        name = _LONG_ID if self.call_rules.any_id else _SHORT_ID
+        return self._writes_calls(1, name, **both) or not self._writes_calls(1, name)
+
     def _writes_calls(
-        self, num: int, name: str, arguments: Any = None, more: Sequence[dict[str, Any]] = ()
+        self,
+        num: int,
+        name: str,
+        arguments: Any = None,
+        more: Sequence[dict[str, Any]] = (),
+        **beside: str,
     ) -> bool:
-        """Whether so many calls of one message, with their results and what follows, come out."""
+        """Whether so many calls of one message, with their results and what follows, come out.
+        `beside`: of the message with the calls."""
         if arguments is None:
             arguments = "{}" if self.arguments_as_text else {}
         calls: list[dict[str, Any]] = [
@@ -190,7 +204,7 @@ class ProbedTemplate:
             for number in range(num)
         ]  # fmt: skip
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
-        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        said = {"role": "assistant", "content": "", "tool_calls": calls, **beside}
         try:
             out = self.apply([self._said("user"), said, *results, *more])
         except TEMPLATE_ERRORS:
