@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2, "best_of": 3}, "best_of", "equals n"),
     ({"stop": ["a", ""]}, "stop[1]", "at least 1"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"stop": 5}, "stop", "be a valid string or a valid list"),
+    ({"messages": [5]}, "messages[0]", "be an object"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids", "below"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "-100 to 100"),
@@ -154,13 +157,17 @@ async def test_accepted_and_meaningless(harness: Any) -> None:
     ("content", "message"),
     [
         (b"{", "not valid JSON"),
-        (b"[1]", ""),
-        (b"", "required"),
+        (b"[1]", "the body is a list; send a JSON object"),
+        (b'"hi"', "the body is a text; send a JSON object"),
+        (b"true", "the body is a boolean; send a JSON object"),
+        (b"0.5", "the body is a number; send a JSON object"),
+        (b"", "the body is empty; send a JSON object and the header content-type"),
         (b"\xff\xfe", "not valid JSON"),
         (b'{"messages": ' + b"[" * 100_000, "JSON"),
     ],
 )
 async def test_broken_bodies(harness: Any, content: bytes, message: str) -> None:
+    """An empty one was told "Field required", without a field."""
     response = await harness.http.post(
         "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
     )
@@ -180,7 +187,13 @@ async def test_paths_and_methods(harness: Any) -> None:
     [
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/v1/messages", "did you mean /v1/messages?"),
-        ("/openai/v1/responses/", "did you mean /v1/responses?"),
+        ("/openai/v1/responses", "did you mean /v1/responses?"),
+        ("/openai/deployments/tiny/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+        ("/V1/Chat/Completions", "did you mean /v1/chat/completions?"),
+        ("/v1/completion", "did you mean /v1/completions?"),
+        ("/v1/chatcompletions", "did you mean /v1/chat/completions?"),
+        ("/v1/responses/resp_1", "/docs shows the paths that are"),
         ("/v1/nothing", "/docs shows the paths that are"),
         ("/" + "x" * 5000, "/docs shows the paths that are"),
     ],
@@ -191,6 +204,22 @@ async def test_a_path_that_is_not_served_names_the_one_that_is(
     """A base URL with or without /v1 is the usual mistake; it was told "Not Found" alone."""
     error = check_shape(await harness.http.post(path, json={}), 404)
     assert error["message"] == f"{path[:200]} is not served here; {says}"
+
+
+async def test_a_slash_at_the_end_changes_nothing(start: Any, tmp_path: Path) -> None:
+    """It was a redirect to http://, which is no address behind a proxy that ends TLS, with the body
+    sent twice; and the list of models was the served one."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret")
+    async with start(api_key_file=str(keys)) as harness:
+        refused = await harness.http.post("/v1/chat/completions/", json=harness.body())
+        check_shape(refused, 401)
+        harness.http.headers["authorization"] = "Bearer secret"
+        answer = await harness.http.post("/v1/chat/completions/", json=harness.body())
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
+        assert (await harness.http.get("/v1/models/")).json()["object"] == "list"
+        assert (await harness.http.get("/")).status_code == 200
 
 
 @pytest.mark.parametrize(

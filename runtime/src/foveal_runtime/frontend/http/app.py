@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from foveal_runtime.frontend.engines.debug import MirrorSource, build_debug_router
@@ -36,6 +37,7 @@ from foveal_runtime.frontend.http.asgi.middleware import (
     RequestContext,
     RequireKey,
     allow_origins,
+    without_last_slash,
 )
 from foveal_runtime.frontend.http.asgi.replies import (
     CLIENT_DISCONNECT,
@@ -151,10 +153,10 @@ def build_app(
     if mirrors is not None:
         api.include_router(build_debug_router(mirrors))
     describe(api, needs_key=keys is not None, with_page=config.page and config.task != "embed")
-    _add_error_handlers(api, {getattr(route, "path", "") for route in routes})
+    _add_error_handlers(api, {route.path for route in routes if isinstance(route, Route)})
     guarded = RequireKey(Intake(Direct(api, routes), gate), keys, admin_keys, inject_keys)
     context = RequestContext(LoadReport(guarded, generator), gate, metrics, tracing or Tracing())
-    asgi = allow_origins(context, config.allowed_origins)
+    asgi = without_last_slash(allow_origins(context, config.allowed_origins))
     return HttpApp(asgi=asgi, api=api, service=service, gate=gate, health=health)
 
 

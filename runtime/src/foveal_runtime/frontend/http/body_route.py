@@ -30,6 +30,8 @@ from foveal_runtime.frontend.protocol.body_text import Body
 from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 
 _PARSED = b"{}"
+_KINDS = {list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
+"""Of JSON that is no object; else it is a number."""
 
 
 class JsonRequest(Request):
@@ -153,16 +155,19 @@ def _again(value: Any, receive: Receive) -> Receive:
 
 
 def refused_body(scope: Scope, error: RequestValidationError) -> Response:
-    kind = scope["foveal.error"] = "invalid_request_error"
+    found = [one for one in error.errors() if one["loc"] == ("body",)]
+    if not found or found[0]["type"] not in ("missing", "model_attributes_type"):
+        return validation_response(scope, error)
     given = Headers(scope=scope).get("content-type", "")
-    if "json" not in given.partition(";")[0].lower() and any(
-        one["loc"] == ("body",) and one["type"] != "missing" for one in error.errors()
-    ):
-        message = (
-            f"the header Content-Type is {given[:100]!r}; a body of JSON needs application/json"
-        )
-        return failure(scope, plain_body(message, kind, kind), 400)
-    return validation_response(scope, error)
+    if found[0]["type"] == "missing":
+        says = "the body is empty; send a JSON object and the header Content-Type: application/json"
+    elif "json" not in given.partition(";")[0].lower():
+        says = f"the header Content-Type is {given[:100]!r}; a body of JSON needs application/json"
+    else:
+        given = _KINDS.get(type(found[0]["input"]), "a number")
+        says = f"the body is {given}; send a JSON object"
+    kind = scope["foveal.error"] = "invalid_request_error"
+    return failure(scope, plain_body(says, kind, kind), 400)
 
 
 def _body_model(endpoint: Callable[..., Any]) -> type[BaseModel] | None:

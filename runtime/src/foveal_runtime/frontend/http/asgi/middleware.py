@@ -196,6 +196,17 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return choose
 
 
+def without_last_slash(app: ASGIApp) -> ASGIApp:
+    """Serves /v1/models/ as /v1/models. Outermost, so that each check of a path sees the same."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await app(scope, receive, send)
+
+    return served
+
+
 class LoadReport:
     """Answers `endpoint-load-metrics-format: TEXT` (or JSON) with the engines' load in a header of
     the response, in ORCA's form, so that gateways can balance on it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import functools
 import logging
 import re
@@ -28,10 +29,12 @@ from foveal_runtime.plan.errors import FovealError, MediaTooLarge, RetryLater
 _UNION_BRANCH = re.compile(r"[\[\](]")
 _TAGGED = "tagged-union["
 _BRANCHES = frozenset({"str", "list", "int", "float", "bool", "constrained-str"})
+_SHOULD = "Input should be "
+_OBJECT = re.compile("a valid dictionary( or object to extract fields from)?")
 _MAX_MESSAGE_CHARS = 2000
 _MAX_PATH_CHARS = 200
-_PREFIX = re.compile(r"^(/+v1|/+api|/+openai|/+anthropic)*(?=/)")
-"""What clients put before the paths of the API, or put there twice."""
+_ALIKE = 0.85
+"""Of two paths, one of which may be the other misspelt."""
 _NOT_IN_HEADERS = re.compile(r"[^ -~]")
 
 
@@ -99,13 +102,24 @@ def http_exception_response(scope: Scope, error: HTTPException, known: Collectio
     headers = dict(error.headers) if error.headers else {}
     message, path = str(error.detail), scope["path"][:_MAX_PATH_CHARS]
     if error.status_code == 404:
-        meant = "/v1" + _PREFIX.sub("", path).rstrip("/")
-        use = f"did you mean {meant}?" if meant in known else "/docs shows the paths that are"
+        meant = _meant(path, known)
+        use = f"did you mean {meant}?" if meant else "/docs shows the paths that are"
         message = f"{path} is not served here; {use}"
     elif error.status_code == 405:
         allowed = {name.lower(): value for name, value in headers.items()}.get("allow", "another")
         message = f"{path} does not take {scope['method']}; use {allowed}"
     return failure(scope, plain_body(message, kind, code), error.status_code, headers or None)
+
+
+def _meant(path: str, known: Collection[str]) -> str:
+    """The path of the API that another one ends with, whatever clients put before it, or that it is
+    a misspelling of; else ""."""
+    asked = path.lower()
+    ends = [one for one in known if asked.endswith(one.removeprefix("/v1"))]
+    if ends:
+        return max(ends, key=len)
+    others = (one for one in known if not asked.startswith(f"{one}/"))
+    return next(iter(difflib.get_close_matches(asked, others, 1, _ALIKE)), "")
 
 
 def validation_response(scope: Scope, error: RequestValidationError) -> Response:
@@ -118,9 +132,16 @@ def validation_response(scope: Scope, error: RequestValidationError) -> Response
 
 def describe_validation(errors: Sequence[Any]) -> tuple[str, str]:
     """(field path, message) of the most telling error: the one deepest in the document, then one
-    about the value rather than its type, since a union reports each of its branches."""
+    about the value rather than its type, since a union reports each of its branches. Where all are
+    about a type, the message names each that the field takes."""
     best = max(errors, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
-    return field_path(best["loc"]), str(best["msg"]).removeprefix("Value error, ")
+    path, message = field_path(best["loc"]), str(best["msg"]).removeprefix("Value error, ")
+    if best["type"].endswith("_type") and message.startswith(_SHOULD):
+        others = (item for item in errors if field_path(item["loc"]) == path)
+        types = (str(item["msg"]) for item in others if item["type"].endswith("_type"))
+        names = (_OBJECT.sub("an object", one.removeprefix(_SHOULD)) for one in types)
+        message = _SHOULD + " or ".join(dict.fromkeys(names))
+    return path, message
 
 
 def field_path(loc: Sequence[int | str]) -> str:
