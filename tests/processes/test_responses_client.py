@@ -53,6 +53,38 @@ def test_stream_helper(client, samples, longest_reply):
         assert "".join(texts) == sample.reference == final.output_text
 
 
+def test_log_probabilities_are_those_of_chat(client, samples, longest_reply):
+    sample = samples[0]
+    asked = options(sample, 2 * longest_reply) | {
+        "include": ["message.output_text.logprobs"], "top_logprobs": 3,
+    }  # fmt: skip
+    scores = client.responses.create(**asked).output[0].content[0].logprobs
+    assert "".join(one.token for one in scores) == sample.reference
+    with client.responses.stream(**asked) as stream:
+        deltas = [event for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert [one.logprob for event in deltas for one in event.logprobs] == [
+        one.logprob for one in scores
+    ]
+    assert final.output[0].content[0].logprobs == scores
+    chat = client.chat.completions.create(
+        **to_request(sample, "tiny-vlm"), logprobs=True, top_logprobs=3
+    )
+    found = chat.choices[0].logprobs.content[: len(scores)]
+    assert [one.token for one in found] == [one.token for one in scores]
+    for one, other in zip(found, scores, strict=True):
+        tops = [(top.token, top.logprob) for top in other.top_logprobs]
+        assert [(top.token, top.logprob) for top in one.top_logprobs] == tops
+
+
+def test_input_tokens_are_counted(client, samples):
+    for sample in samples[:3]:
+        asked = options(sample, 2)
+        counted = client.responses.input_tokens.count(model="tiny-vlm", input=asked["input"])
+        usage = client.responses.create(**asked).usage
+        assert counted.input_tokens == usage.input_tokens
+
+
 def test_schemas_bind_answers(client, samples):
     bound = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}}
     answer = client.responses.create(**{**options(samples[0], 600), "text": bound})

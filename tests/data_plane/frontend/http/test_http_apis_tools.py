@@ -67,9 +67,11 @@ async def test_choices_of_messages_bind(harness: Any) -> None:
     grammar = harness.generator.requests[-1].sampling.grammar
     assert "stop" in grammar
     assert "look" not in grammar
-    counted = {name: value for name, value in body.items() if name != "max_tokens"}
-    found = await harness.http.post("/v1/messages/count_tokens", json=counted)
-    assert found.json()["input_tokens"] == len(harness.generator.requests[-1].token_ids)
+    for asked in (body, message(tool_choice={"type": "none"})):  # which takes tools out of it
+        await harness.http.post("/v1/messages", json=asked)
+        counted = {name: value for name, value in asked.items() if name != "max_tokens"}
+        found = await harness.http.post("/v1/messages/count_tokens", json=counted)
+        assert found.json()["input_tokens"] == len(harness.generator.requests[-1].token_ids)
 
 
 async def test_calls_are_items_of_a_response(harness: Any) -> None:

@@ -128,13 +128,13 @@ async def test_schemas_bind_answers(harness: Any) -> None:
         ({"background": True}, "background"),
         ({"wrong": 1}, "wrong"),
         ({"n": 2}, "n is not supported"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "keeps no items"),
         ({"input": [{"role": "user", "content": [{"type": "odd"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message"),
-        ({"min_p": 7, "include": 5}, "min_p"),
+        ({"min_p": 7}, "min_p"),
+        ({"include": 5}, "include: Input should be a valid list"),
     ],
 )
 async def test_refusals_name_the_field(harness: Any, change: dict[str, Any], named: str) -> None:

@@ -32,6 +32,7 @@ class Delta:
     Attributes:
         num_tokens: output tokens it accounts for, the terminal one included.
         token_ids, logprobs: of those tokens; `logprobs` is empty unless asked for.
+        text_tokens: those of all output tokens so far that all text so far stands in.
         first: facts of the prompt, once, with the first delta.
         finish_reason: "" while it goes on, then "stop", "length" or "tool_calls".
         stop_reason: the stop string or stop token id, when one of those ended it.
@@ -45,6 +46,7 @@ class Delta:
     num_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    text_tokens: range = range(0)
     first: FirstOutput | None = None
     finish_reason: str = ""
     stop_reason: int | str | None = None
@@ -142,6 +144,7 @@ def _to_delta(output: EngineOutput, detokenizer: Detokenizer, include_stop: bool
         num_tokens=num_tokens,
         token_ids=output.token_ids[:num_tokens],
         logprobs=output.logprobs[:num_tokens],
+        text_tokens=detokenizer.text_tokens,
         first=output.first,
         reasoning=reasoning,
         calls=calls,

@@ -120,6 +120,11 @@ class Reader:
     def is_reasoning(self) -> bool:
         return self._state == self._read_thought
 
+    @property
+    def is_before_text(self) -> bool:
+        """Whether what was pushed is none of the text: reasoning, and blanks behind it."""
+        return self.is_reasoning or self._strips
+
     def push(self, text: str, num_tokens: int = 1) -> str:
         """Content that is certain now. `num_tokens`: of the output that brought the text."""
         if self.is_reasoning:

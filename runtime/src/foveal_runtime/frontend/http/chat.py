@@ -180,7 +180,7 @@ def _whole(run: ChatRun, answers: Sequence[Answer], tally: Tally) -> dict[str, A
     return body
 
 
-def _logprobs(
+def logprobs_of(
     run: ChatRun, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], is_first: bool
 ) -> dict[str, Any]:
     as_ids = bool(run.request.return_tokens_as_token_ids)
@@ -203,7 +203,7 @@ def _choice(run: ChatRun, index: int, answer: Answer) -> dict[str, Any]:
         "stop_reason": answer.stop_reason,
     }
     if run.request.logprobs:
-        choice["logprobs"] = _logprobs(run, answer.token_ids, answer.logprobs, True)
+        choice["logprobs"] = logprobs_of(run, answer.token_ids, answer.logprobs, True)
     if run.request.return_token_ids:
         choice["token_ids"] = answer.token_ids
     return choice
@@ -263,7 +263,7 @@ def _chunk_choice(run: ChatRun, index: int, delta: Delta) -> dict[str, Any] | No
         return None
     choice = _empty(index, says)
     if request.logprobs and delta.logprobs:
-        choice["logprobs"] = _logprobs(
+        choice["logprobs"] = logprobs_of(
             run, delta.token_ids, delta.logprobs, delta.first is not None
         )
     if delta.finish_reason:

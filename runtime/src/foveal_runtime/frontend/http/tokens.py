@@ -9,10 +9,16 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 
 from foveal_runtime.frontend.http.asgi.replies import until_disconnect
+from foveal_runtime.frontend.http.chat import template_variables
 from foveal_runtime.frontend.http.service import RequestScope, Service, pages_of, scope_of
 from foveal_runtime.frontend.items.prepared import MediaPart, PreparedRequest
 from foveal_runtime.frontend.items.source import Page
-from foveal_runtime.frontend.protocol.requests import DetokenizeRequest, TokenizeRequest
+from foveal_runtime.frontend.protocol.constraints import calls_of
+from foveal_runtime.frontend.protocol.requests import (
+    ChatCompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from foveal_runtime.frontend.protocol.responses import (
     DetokenizeResponse,
     TokenizeResponse,
@@ -82,9 +88,14 @@ def build_token_router(
 
 
 async def prompt_tokens(
-    service: Service, body: TokenizeRequest, request: Request, *, charge: bool = True
+    service: Service,
+    body: TokenizeRequest | ChatCompletionRequest,
+    request: Request,
+    *,
+    charge: bool = True,
 ) -> list[int]:
-    """Raises FovealError. `charge`: the tokens count as this request's."""
+    """Of a chat request, those that it would send. Raises FovealError. `charge`: the tokens count
+    as this request's."""
     service.find_lora(body.model)
     check_salt(body.cache_salt)
     scope = scope_of(service, request)
@@ -92,28 +103,36 @@ async def prompt_tokens(
     token_ids, parts = await service.in_thread(lambda: _tokenize(service, body, pages))
     if charge:
         scope.ticket.charge_tokens(len(token_ids))
-    if parts and body.expand_media is not False:
+    if parts and getattr(body, "expand_media", None) is not False:
         work = _expand(service, body, scope, token_ids, parts)
         token_ids = await until_disconnect(request.receive, work)
     return token_ids
 
 
 def _tokenize(
-    service: Service, body: TokenizeRequest, pages: Mapping[str, Sequence[Page]]
+    service: Service,
+    body: TokenizeRequest | ChatCompletionRequest,
+    pages: Mapping[str, Sequence[Page]],
 ) -> tuple[list[int], list[MediaPart]]:
     limit = service.longest_text(truncates=True)
-    if body.prompt is not None:
+    variables = body.chat_template_kwargs
+    if isinstance(body, ChatCompletionRequest):
+        calls = calls_of(body)
+        tools = calls.shown_plain() if calls is not None else []
+        variables = template_variables(body, service.template)
+    elif body.prompt is not None:
         special = body.add_special_tokens is not False
         ids = service.tokenizer.encode(body.prompt, add_special_tokens=special, limit=limit)
         return ids, []
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    token_ids, conversation = service.tokenise(body, pages, limit, body.chat_template_kwargs, tools)
+    else:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    token_ids, conversation = service.tokenise(body, pages, limit, variables, tools)
     return token_ids, conversation.parts
 
 
 async def _expand(
     service: Service,
-    body: TokenizeRequest,
+    body: TokenizeRequest | ChatCompletionRequest,
     scope: RequestScope,
     token_ids: list[int],
     parts: list[MediaPart],

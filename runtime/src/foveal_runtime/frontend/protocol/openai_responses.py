@@ -12,9 +12,10 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from foveal_runtime.frontend.protocol.bounds import Lenient, Open, check_num_parts, check_tools
 from foveal_runtime.frontend.protocol.messages import ContentPart, Text
-from foveal_runtime.frontend.protocol.requests import Float, Integer, Schema
+from foveal_runtime.frontend.protocol.requests import MAX_LOGPROBS, Float, Integer, Schema
 from foveal_runtime.plan.errors import InvalidRequest, Unsupported
 
+SCORES = "message.output_text.logprobs"
 Parts = Annotated[list[ContentPart], Field(max_length=4096, fail_fast=True)]
 
 
@@ -111,7 +112,8 @@ class ResponsesRequest(Open):
             Field(min_length=1, max_length=8192, fail_fast=True),
             BeforeValidator(check_num_parts),
         ]
-    )
+        | None
+    ) = None
     instructions: Text | None = Field(None, description="a system message before the input")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -134,6 +136,17 @@ class ResponsesRequest(Open):
     )
     store: bool | None = Field(None, description="accepted; nothing is stored")
     background: bool | None = Field(None, description="not served")
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = Field(
+        None, description=f"{SCORES}: log probabilities of the text's tokens; others do nothing"
+    )
+    top_logprobs: Integer | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="log probabilities of the most likely tokens, too"
+    )
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class ResponsesUsage(BaseModel):
@@ -162,11 +175,11 @@ class ResponsesAnswer(BaseModel):
 _REFERS = ("previous_response_id", "conversation", "prompt")
 _MEANINGLESS = frozenset(
     {
-        "access_programs", "client_metadata", "include", "max_tool_calls", "prompt_cache_options",
+        "access_programs", "client_metadata", "max_tool_calls", "prompt_cache_options",
         "stream_options",
     }
 )  # fmt: skip
-_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "store")
+_SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "store", "top_logprobs")
 
 
 _RENAMED = {
@@ -193,11 +206,12 @@ def response_fields(request: ResponsesRequest) -> dict[str, Any]:
             )
     if request.background:
         raise Unsupported("background is not supported: nothing is stored", param="background")
-    include = extra.get("include")
-    if isinstance(include, list) and "message.output_text.logprobs" in include:
-        raise Unsupported("include: log probabilities are not supported here", param="include")
     fields = {name: value for name, value in extra.items() if name not in _MEANINGLESS}
     fields |= {name: getattr(request, name) for name in _SAME}
+    if SCORES in (request.include or ()) or request.top_logprobs:
+        fields["logprobs"] = True
+    # The last event of a stream has all log probabilities: they are held and charged until then.
+    fields["stream"] = request.stream and not fields.get("logprobs")
     fields["max_completion_tokens"] = request.max_output_tokens
     fields["messages"] = _messages(request)
     given = request.text.format if request.text is not None else None
@@ -245,7 +259,7 @@ def sent_paths(request: ResponsesRequest) -> dict[str, str]:
         paths |= dict.fromkeys((f"messages[{offset}]", f"messages[{offset}].content"), "input")
         return paths
     number, role, reasoning, num_calls = offset - 1, "", "", 0
-    for index, item in enumerate(request.input):
+    for index, item in enumerate(request.input or ()):
         sent = f"input[{index}]"
         if isinstance(item, ReasoningItem):
             reasoning = sent
@@ -274,7 +288,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(request.input, str):
         return [*out, {"role": "user", "content": request.input}]
     reasoning = ""
-    for item in request.input:
+    for item in request.input or ():
         if isinstance(item, ReasoningItem):
             reasoning += "".join(part.text for part in item.content or item.summary or ())
             continue
@@ -292,5 +306,5 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             function = {"name": item.name, "arguments": item.arguments}
             out[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
     if not out:
-        raise InvalidRequest("input has no message", param="input")
+        raise InvalidRequest("input has no message; send text or items", param="input")
     return out

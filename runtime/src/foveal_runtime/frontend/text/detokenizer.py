@@ -165,6 +165,9 @@ class Detokenizer:
         context: prompt tokens before the output, where the text continues them.
         turn: how reasoning and tool calls are written; stop strings are watched for beside them.
         request_id: ids of calls are made from it.
+
+    Attributes:
+        text_tokens: those of all tokens so far that the text so far stands in.
     """
 
     def __init__(
@@ -191,6 +194,7 @@ class Detokenizer:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self.text_tokens = range(0)
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Takes the next tokens; stops reading at the one that completes a stop string."""
@@ -213,6 +217,7 @@ class Detokenizer:
                 text += more
             if stop is None and self.num_calls:
                 text += self._matcher.flush()  # all text stands before the calls
+            self._note(text)
             texts.append(text)
             if stop is not None:
                 if self._include_stop:
@@ -227,8 +232,18 @@ class Detokenizer:
             rest = self._reader.push(rest, 0) + self._reader.finish()
         text, stop = self._matcher.push(rest)
         if stop is not None:
-            return Piece(text + (stop if self._include_stop else ""), 0, stop)
-        return Piece(text + self._matcher.flush(), 0)
+            text += stop if self._include_stop else ""
+        else:
+            text += self._matcher.flush()
+        self._note(text)
+        return Piece(text, 0, stop)
+
+    def _note(self, text: str) -> None:
+        """The last token brought this text."""
+        if text:
+            self.text_tokens = range(self.text_tokens.start, self._num_tokens)
+        elif not self.text_tokens and self._reader is not None and self._reader.is_before_text:
+            self.text_tokens = range(self._num_tokens, self._num_tokens)
 
     @property
     def num_calls(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -43,22 +44,29 @@ def build_messages_router(
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation as Anthropic's API does."""
         scope = scope_of(service, request)
-        fields = chat_fields(body)
-        if body.thinking is not None and body.thinking.type == "enabled" and _has_budget(service):
-            fields["thinking_token_budget"] = body.thinking.budget_tokens
+        fields = _fields(service, body)
         with as_sent(lambda: [sent_paths(body)]):
             run = await plan(service, fields, scope)
             writer = MessageWriter(scope.request_id, body.model or service.model_name)
-            return await answer(request, run, writer)
+            return await answer(request, run, writer, body.stream)
 
     @router.post("/v1/messages/count_tokens", response_model=CountedTokens, responses=errors)
     async def count_tokens(body: CountTokensRequest, request: Request) -> CountedTokens:
         """The tokens of a prompt, its images expanded as the model sees them."""
-        fields = chat_fields(body)
+        fields = _fields(service, body)
         with as_sent(lambda: [sent_paths(body)]):
             return CountedTokens(input_tokens=await count(service, fields, request))
 
     return router
+
+
+def _fields(service: Service, body: CountTokensRequest) -> dict[str, Any]:
+    fields = chat_fields(body)
+    if "max_tokens" in fields:  # which clients send for models that they do not know
+        fields["max_tokens"] = min(fields["max_tokens"], service.max_model_len())
+    if body.thinking is not None and body.thinking.type == "enabled" and _has_budget(service):
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
+    return fields
 
 
 def _has_budget(service: Service) -> bool:
@@ -104,7 +112,7 @@ class MessageWriter:
             events.append(self._delta(delta))
         return events
 
-    def text(self, text: str) -> list[Event]:
+    def text(self, text: str, scores: Sequence[Any] = ()) -> list[Event]:
         events = self._block({"type": "text", "text": ""})
         self._content[-1]["text"] += text
         return [*events, self._delta({"type": "text_delta", "text": text})]

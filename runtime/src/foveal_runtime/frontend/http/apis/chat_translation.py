@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -24,11 +26,12 @@ from foveal_runtime.frontend.http.asgi.replies import (
     start_stream,
     until_disconnect,
 )
-from foveal_runtime.frontend.http.chat import ChatRun, plan_chat
+from foveal_runtime.frontend.http.chat import ChatRun, logprobs_of, plan_chat
 from foveal_runtime.frontend.http.service import RequestScope, Service, open_run
 from foveal_runtime.frontend.http.tokens import prompt_tokens
-from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest, TokenizeRequest
+from foveal_runtime.frontend.protocol.requests import ChatCompletionRequest
 from foveal_runtime.plan.errors import FovealError, InvalidRequest, Unsupported
+from foveal_runtime.wire.messages import TokenLogprobs
 
 _SHAPING: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -57,7 +60,8 @@ class Writer(Protocol):
     def reasoning(self, text: str) -> list[Event]: ...
 
     @abstractmethod
-    def text(self, text: str) -> list[Event]: ...
+    def text(self, text: str, scores: Sequence[Any] = ()) -> list[Event]:
+        """`scores`: the log probabilities of its tokens, where the request asks for them."""
 
     @abstractmethod
     def call(self, piece: CallPiece) -> list[Event]:
@@ -105,10 +109,13 @@ def _sent(path: str, maps: Sequence[Mapping[str, str]]) -> str:
     return path
 
 
-async def plan(service: Service, fields: Mapping[str, Any], scope: RequestScope) -> ChatRun:
-    """Raises RequestValidationError or FovealError."""
+async def plan(
+    service: Service, fields: Mapping[str, Any], scope: RequestScope, shown: Collection[str] = ()
+) -> ChatRun:
+    """`shown`: options of `_SHAPING` that the API has a place for. Raises RequestValidationError or
+    FovealError."""
     for name, neutral in _SHAPING.items():
-        if fields.get(name) not in (None, *neutral):
+        if name not in shown and fields.get(name) not in (None, *neutral):
             raise Unsupported(f"{name} is not supported here", param=name)
     return await plan_chat(service, parsed(ChatCompletionRequest, fields), scope)
 
@@ -125,13 +132,40 @@ async def count(
     service: Service, fields: Mapping[str, Any], request: Request, *, charge: bool = True
 ) -> int:
     """Tokens of the prompt, media expanded. `charge`: they count as this request's."""
-    known = {name: fields[name] for name in TokenizeRequest.model_fields if name in fields}
-    body = parsed(TokenizeRequest, known)
+    body = parsed(ChatCompletionRequest, fields)
     return len(await prompt_tokens(service, body, request, charge=charge))
 
 
+class _TextScores:
+    """Log probabilities on their way to the text that their tokens bring: it may be held back, and
+    tokens of reasoning and of calls bring none."""
+
+    def __init__(self, run: ChatRun) -> None:
+        self._run = run
+        self._held: deque[tuple[int, TokenLogprobs]] = deque()
+        self._num_done = 0
+
+    def take(self, delta: Delta) -> Sequence[Any]:
+        """Of the tokens of its text."""
+        if not self._run.request.logprobs:
+            return ()
+        self._held.extend(zip(delta.token_ids, delta.logprobs, strict=False))
+        self._drop(delta.text_tokens.start)
+        begin, num = self._num_done, delta.text_tokens.stop - self._num_done
+        found = list(islice(self._held, max(0, num)))
+        self._drop(delta.text_tokens.stop)
+        ids, scores = [one for one, _ in found], [one for _, one in found]
+        entries: Sequence[Any] = logprobs_of(self._run, ids, scores, not begin)["content"]
+        return entries
+
+    def _drop(self, end: int) -> None:
+        while self._num_done < end and self._held:
+            self._held.popleft()
+            self._num_done += 1
+
+
 async def events(run: ChatRun, writer: Writer) -> AsyncGenerator[Event, None]:
-    tally = Tally(1)
+    tally, scores = Tally(1), _TextScores(run)
     async with open_run(run.service, [run.job], run.started) as deltas:
         began = False
         async for _, delta in deltas:
@@ -140,7 +174,8 @@ async def events(run: ChatRun, writer: Writer) -> AsyncGenerator[Event, None]:
             began = True
             if delta.reasoning and run.request.include_reasoning is not False:
                 found += writer.reasoning(delta.reasoning)
-            found += writer.text(delta.text) if delta.text else []
+            told = scores.take(delta)
+            found += writer.text(delta.text, told) if delta.text else []
             for piece in delta.calls:
                 found += writer.call(piece)
             found += writer.end(delta, tally) if delta.finish_reason else []
@@ -148,10 +183,10 @@ async def events(run: ChatRun, writer: Writer) -> AsyncGenerator[Event, None]:
                 yield event
 
 
-async def answer(request: Request, run: ChatRun, writer: Writer) -> Response:
+async def answer(request: Request, run: ChatRun, writer: Writer, streams: bool | None) -> Response:
     """Streamed where the request says so."""
     found = events(run, writer)
-    if not run.request.stream:
+    if not streams:
         await until_disconnect(request.receive, _drain(found))
         return named_relaxed(json_response(writer.body()), run.relaxed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,18 +16,17 @@ from foveal_runtime.frontend.http.answers import Tally
 from foveal_runtime.frontend.http.apis.chat_translation import Event, answer, as_sent, count, plan
 from foveal_runtime.frontend.http.service import Service, scope_of
 from foveal_runtime.frontend.protocol.openai_responses import (
+    InputTokens,
     ResponsesAnswer,
     ResponsesRequest,
     response_fields,
     sent_paths,
 )
-from foveal_runtime.plan.errors import ContextLengthExceeded
+from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest
 
-_TEXTS: dict[str, tuple[str, Event, Event]] = {
-    "message": ("output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
-    "reasoning": ("reasoning_text", {}, {}),
-}
-"""Of items that have text: its type, and what stands beside it in parts and in events."""
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Of items that have text: its type."""
+_SHOWN = ("logprobs", "top_logprobs")
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -38,24 +38,40 @@ def build_responses_router(
     @router.post("/v1/responses", response_model=ResponsesAnswer, responses=errors)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answers input items. Stateless: every request brings the whole conversation."""
+        if body.input is None:
+            raise InvalidRequest("input is missing; send text or items", param="input")
         scope = scope_of(service, request)
         fields = response_fields(body)
-        messages = fields["messages"]
-
-        def maps() -> list[dict[str, str]]:
-            numbers = {id(message): number for number, message in enumerate(messages)}
-            kept = [numbers[id(message)] for message in fields["messages"]]
-            shift = {f"messages[{new}]": f"messages[{old}]" for new, old in enumerate(kept)}
-            return [shift, sent_paths(body)]
-
-        with as_sent(maps):
+        with as_sent(_maps(body, fields)):
             if body.truncation == "auto":
                 await _shorten(service, fields, request, body.max_output_tokens)
-            run = await plan(service, fields, scope)
+            run = await plan(service, fields, scope, _SHOWN)
             writer = ResponseWriter(scope.request_id, body.model or service.model_name, body)
-            return await answer(request, run, writer)
+            return await answer(request, run, writer, body.stream)
+
+    @router.post("/v1/responses/input_tokens", response_model=InputTokens, responses=errors)
+    async def input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
+        """The tokens of a prompt, its images expanded as the model sees them."""
+        fields = response_fields(body)
+        with as_sent(_maps(body, fields)):
+            if body.truncation == "auto":
+                await _shorten(service, fields, request, body.max_output_tokens)
+            return InputTokens(input_tokens=await count(service, fields, request))
 
     return router
+
+
+def _maps(body: ResponsesRequest, fields: dict[str, Any]) -> Callable[[], list[dict[str, str]]]:
+    """For `as_sent`, also once the oldest messages are gone."""
+    messages = fields["messages"]
+
+    def maps() -> list[dict[str, str]]:
+        numbers = {id(message): number for number, message in enumerate(messages)}
+        kept = [numbers[id(message)] for message in fields["messages"]]
+        shift = {f"messages[{new}]": f"messages[{old}]" for new, old in enumerate(kept)}
+        return [shift, sent_paths(body)]
+
+    return maps
 
 
 async def _shorten(
@@ -91,6 +107,7 @@ class ResponseWriter:
         self._id = request_id
         self._number = -1
         self._text = ""
+        self._scores: list[Any] = []
         self._item: Event = {}
         extra = request.model_extra or {}
         self._response: Event = {
@@ -116,6 +133,7 @@ class ResponseWriter:
             "text": {"format": _format_of(request)},
             "tool_choice": _plain(request.tool_choice) or "auto",
             "tools": [_plain(tool) for tool in request.tools or ()],
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
             "truncation": request.truncation or "disabled",
         }
@@ -129,8 +147,8 @@ class ResponseWriter:
     def reasoning(self, text: str) -> list[Event]:
         return self._more("reasoning", {"summary": []}, text)
 
-    def text(self, text: str) -> list[Event]:
-        return self._more("message", {"role": "assistant"}, text)
+    def text(self, text: str, scores: Sequence[Any] = ()) -> list[Event]:
+        return self._more("message", {"role": "assistant"}, text, scores)
 
     def call(self, piece: CallPiece) -> list[Event]:
         events: list[Event] = []
@@ -178,24 +196,33 @@ class ResponseWriter:
         index = len(self._response["output"])
         return self._event(kind, item_id=self._item["id"], output_index=index, **fields)
 
-    def _more(self, kind: str, head: Event, text: str) -> list[Event]:
+    def _more(self, kind: str, head: Event, text: str, scores: Sequence[Any] = ()) -> list[Event]:
         is_open = self._item.get("type") == kind
         events = [] if is_open else self._open(kind, {**head, "content": []})
         self._text += text
-        name, _, beside = _TEXTS[kind]
-        delta = self._at(f"response.{name}.delta", content_index=0, delta=text, **beside)
-        return [*events, delta]
+        self._scores += scores
+        return [*events, self._said("delta", delta=text, **self._beside(scores))]
+
+    def _said(self, kind: str, **fields: Any) -> Event:
+        """An event of the open text."""
+        return self._at(f"response.{_TEXTS[self._item['type']]}.{kind}", content_index=0, **fields)
+
+    def _beside(self, scores: Sequence[Any]) -> Event:
+        """Reasoning has no place for them."""
+        return {"logprobs": list(scores)} if self._item["type"] == "message" else {}
 
     def _part(self) -> Event:
-        name, within, _ = _TEXTS[self._item["type"]]
-        return {"type": name, "text": self._text, **within}
+        part: Event = {"type": _TEXTS[self._item["type"]], "text": self._text}
+        if self._item["type"] == "message":
+            part |= {"annotations": [], **self._beside(self._scores)}
+        return part
 
     def _open(self, kind: str, head: Event) -> list[Event]:
         events = self._close("completed")
         index = len(self._response["output"])
         name = f"{_PREFIXES[kind]}_{self._id}_{index}"
         self._item = {"id": name, "type": kind, "status": "in_progress", **head}
-        self._text = ""
+        self._text, self._scores = "", []
         events.append(
             self._event("response.output_item.added", output_index=index, item=self._item)
         )
@@ -211,9 +238,8 @@ class ResponseWriter:
         if item["type"] in _TEXTS:
             part = self._part()
             item["content"] = [part]
-            name, _, beside = _TEXTS[item["type"]]
             events = [
-                self._at(f"response.{name}.done", content_index=0, text=self._text, **beside),
+                self._said("done", text=self._text, **self._beside(self._scores)),
                 self._at("response.content_part.done", content_index=0, part=part),
             ]
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,7 +60,7 @@ def build_transcription_router(
         with as_sent(lambda: [sent_paths(chat["messages"])]):
             run = await plan(service, chat, scope_of(service, request))
             writer = TranscriptWriter("" if chat.get("continue_final_message") else family.marker)
-            response = await answer(request, run, writer)
+            response = await answer(request, run, writer, given.stream)
         if given.stream or given.response_format != "text":
             return response
         return PlainTextResponse(writer.body()["text"])
@@ -108,7 +108,7 @@ class TranscriptWriter:
     def call(self, piece: CallPiece) -> list[Event]:
         return []
 
-    def text(self, text: str) -> list[Event]:
+    def text(self, text: str, scores: Sequence[Any] = ()) -> list[Event]:
         if self._marker:
             self._held += text
             _, found, text = self._held.partition(self._marker)

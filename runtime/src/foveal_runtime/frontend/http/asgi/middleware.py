@@ -29,6 +29,7 @@ from foveal_runtime.frontend.http.asgi.replies import (
     error_response,
     failure,
     internal_error,
+    is_anthropic,
 )
 from foveal_runtime.frontend.items.interfaces import Generator
 from foveal_runtime.plan.config import Admission
@@ -100,6 +101,8 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if is_anthropic(scope):  # whose clients show what stands here
+                    headers.append((b"request-id", request_id.encode()))
                 if self._gate.draining:
                     headers.append((b"connection", b"close"))
                 message = {**message, "headers": headers}
@@ -272,8 +275,9 @@ class RequireKey:
 
 
 ADMITTED = ANTHROPIC_PATHS | {
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize",
-    "/detokenize", "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens",
+    "/v1/embeddings", "/tokenize", "/detokenize", "/v1/audio/transcriptions",
+    "/v1/audio/translations",
 }  # fmt: skip
 """POST requests to these hold a ticket."""
 

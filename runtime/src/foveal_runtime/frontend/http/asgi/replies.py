@@ -57,6 +57,12 @@ ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _ANTHROPIC_TYPES = {"server_error": "api_error", "media_error": "invalid_request_error"}
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """Asked on one of that API's paths, or by one of its clients on another."""
+    names = (name for name, _ in scope["headers"])
+    return scope["path"] in ANTHROPIC_PATHS or b"anthropic-version" in names
+
+
 def anthropic_error(body: dict[str, Any]) -> dict[str, Any]:
     """An OpenAI error in Anthropic's shape."""
     error = body["error"]
@@ -68,8 +74,8 @@ def anthropic_error(body: dict[str, Any]) -> dict[str, Any]:
 def failure(
     scope: Scope, body: dict[str, Any], status: int, headers: dict[str, str] | None = None
 ) -> Response:
-    """An OpenAI error as the path's API has it."""
-    if scope["path"] in ANTHROPIC_PATHS:
+    """An OpenAI error as the client's API has it."""
+    if is_anthropic(scope):
         body = anthropic_error(body)
     return json_response(body, status, headers)
 
