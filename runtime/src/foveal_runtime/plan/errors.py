@@ -74,6 +74,9 @@ class InvalidRequest(ClientError):
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """Clients cut a conversation when they know this error, some by its code, others by the words
+    "prompt is too long" alone."""
+
     code = "context_length_exceeded"
 
 

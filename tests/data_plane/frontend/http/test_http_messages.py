@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 
 from foveal_runtime.frontend.protocol.anthropic import CountTokensRequest, chat_fields
@@ -50,6 +51,35 @@ async def test_events_come_in_order(harness: Any) -> None:
     assert start["usage"]["input_tokens"] > 0
     assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
     assert events[-2]["usage"]["output_tokens"] > 0
+
+
+async def test_anthropics_clients_get_its_errors_and_ids_wherever_they_ask(harness: Any) -> None:
+    """Their errors had no request id, and those of paths that are not served no type."""
+    turns: Any = [{"role": "user", "content": "hi"}]
+    async with anthropic.AsyncAnthropic(
+        base_url=harness.url, api_key="none", max_retries=0
+    ) as client:
+        message = await client.messages.create(model="tiny", max_tokens=4, messages=turns)
+        assert message._request_id == message.id.removeprefix("msg_")
+        for asked in (
+            client.messages.create(model="other", max_tokens=4, messages=turns),
+            client.models.retrieve("other"),
+            client.messages.batches.list(),
+        ):
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                await asked
+            assert caught.value.request_id
+            assert caught.value.type == "not_found_error"
+
+
+async def test_more_tokens_than_the_context_are_cut_to_it(harness: Any) -> None:
+    """Claude Code asks for 32,000 of a model that it does not know, litellm for 128,000."""
+    answer = await harness.http.post(PATH, json=body(max_tokens=128_000))
+    assert answer.status_code == 200, answer.text
+    num_prompt = len(harness.generator.requests[-1].token_ids)
+    assert harness.generator.requests[-1].sampling.max_tokens == 4096 - num_prompt
+    refused = await harness.http.post(PATH, json=body("x" * 5000))
+    assert "prompt is too long" in refused.json()["error"]["message"]
 
 
 async def test_reasons_to_stop(harness: Any) -> None:

@@ -45,9 +45,9 @@ def splice(
         length += len(items[item][1].replacement) - 1
     if length > max_tokens:
         raise ContextLengthExceeded(
-            f"the prompt has {length} tokens after its media items are expanded, and this model "
-            f"takes at most {max_tokens} including at least one output token: shorten the prompt "
-            "or send fewer or smaller media items",
+            f"the prompt is too long: it has {length} tokens after its media items are expanded, "
+            f"and this model takes at most {max_tokens} including at least one output token: "
+            "shorten the prompt or send fewer or smaller media items",
             param="messages",
         )
     out: list[int] = []

@@ -326,8 +326,8 @@ def _check_request(
         raise InvalidRequest("the prompt is empty", param="messages")
     if prompt + request.sampling.least_outputs > limits.max_model_len:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt} tokens after its media items are expanded; this model "
-            f"takes at most {limits.max_model_len} tokens, prompt and output together: "
+            f"the prompt is too long: it has {prompt} tokens after its media items are expanded; "
+            f"this model takes at most {limits.max_model_len} tokens, prompt and output together: "
             "shorten the prompt or send fewer or smaller media items",
             param="messages",
         )

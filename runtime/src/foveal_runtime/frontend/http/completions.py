@@ -120,7 +120,8 @@ def prompt_ids(
         )
     if len(prompt) > limit:
         raise ContextLengthExceeded(
-            f"the {param} has {len(prompt)} tokens; at most {limit} are taken", param=param
+            f"the prompt is too long: {param} has {len(prompt)} tokens; at most {limit} are taken",
+            param=param,
         )
     largest = max(prompt, default=0)
     if largest >= tokenizer.vocab_size:

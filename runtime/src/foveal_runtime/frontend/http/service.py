@@ -292,8 +292,8 @@ def make_job(
     room = limit - len(token_ids)
     if room < 1:
         raise ContextLengthExceeded(
-            f"the prompt has {len(token_ids)} tokens; the model's context is {limit} tokens and "
-            "must hold at least one more",
+            f"the prompt is too long: it has {len(token_ids)} tokens, this model's maximum context "
+            f"length is {limit} tokens and must hold at least one more",
             param="messages" if isinstance(request, ChatCompletionRequest) else "prompt",
         )
     num_choices = request.n or 1

@@ -318,7 +318,8 @@ class MediaInput:
         num_tokens = meta_of(read_header(value)).num_tokens
         if 0 < limit <= num_tokens:
             raise ContextLengthExceeded(
-                f"the item takes {num_tokens} tokens, the model's context is {limit}"
+                f"the prompt is too long: the item takes {num_tokens} tokens, this model's maximum "
+                f"context length is {limit} tokens"
             )
 
     def _recall_injected(self, name: str, options: PrepareOptions) -> MMHash | None:
@@ -337,8 +338,8 @@ class MediaInput:
         sampling = request.sampling
         if length + sampling.least_outputs > limit:
             raise ContextLengthExceeded(
-                f"the prompt has {length} tokens with its media expanded ({media} more than its "
-                f"text), the model's context is {limit}"
+                f"the prompt is too long: it has {length} tokens with its media expanded ({media} "
+                f"more than its text), this model's maximum context length is {limit} tokens"
             )
         check_prompt_logprobs(length, sampling.prompt_logprobs)
         if sampling.least_outputs and length + sampling.max_tokens > limit:

@@ -21,7 +21,6 @@ from foveal_runtime.frontend.protocol.requests import (
 )
 from foveal_runtime.plan.config import RequestDefaults
 from foveal_runtime.plan.errors import (
-    ContextLengthExceeded,
     InvalidRequest,
     NotFound,
     StartupError,
@@ -242,7 +241,7 @@ def max_tokens_of(
     if given is None:
         return fallback
     if given > limit:
-        raise ContextLengthExceeded(
+        raise InvalidRequest(
             f"{name} is {given}, but the model's context is {limit} tokens; ask for fewer",
             param=name,
         )

@@ -31,7 +31,7 @@ from foveal_runtime.frontend.text.call_history import fit_calls
 from foveal_runtime.frontend.text.parts import join_messages, joined, media_part, said_by_user
 from foveal_runtime.frontend.text.probed_template import TEMPLATE_ERRORS, ProbedTemplate
 from foveal_runtime.frontend.text.tokenizer import TextTokenizer
-from foveal_runtime.plan.errors import InvalidRequest, Unsupported
+from foveal_runtime.plan.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from foveal_runtime.plan.media import MODALITIES, Modality
 
 
@@ -292,9 +292,12 @@ class ChatTemplate:
         Raises InvalidRequest when the template dropped a part, repeated it, or text that was
         split over parts became a placeholder, ContextLengthExceeded beyond `limit` tokens.
         """
-        token_ids = self._tokenizer.encode(
-            conversation.text, add_special_tokens=add_special_tokens, limit=limit
-        )
+        try:
+            token_ids = self._tokenizer.encode(
+                conversation.text, add_special_tokens=add_special_tokens, limit=limit
+            )
+        except ContextLengthExceeded as error:
+            raise error.about("messages", error.message) from None
         for modality in self._placeholders:
             token_id = self._processor.placeholder_token_id(modality)
             num_parts = sum(1 for part in conversation.parts if part.modality == modality)

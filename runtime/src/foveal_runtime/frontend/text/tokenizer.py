@@ -111,8 +111,9 @@ class TextTokenizer:
             at_least += max(0, len(found.ids) - _CUT_TOKENS)
             if at_least > limit:
                 raise ContextLengthExceeded(
-                    f"the text has {len(text)} characters, and its first {start + len(piece)} are "
-                    f"more than {limit} tokens already; at most {limit} are taken"
+                    f"the prompt is too long: it has {len(text)} characters, and its first "
+                    f"{start + len(piece)} are more than {limit} tokens already; at most {limit} "
+                    "are taken"
                 )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
