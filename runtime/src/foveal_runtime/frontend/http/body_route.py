@@ -155,6 +155,7 @@ def _again(value: Any, receive: Receive) -> Receive:
 
 
 def refused_body(scope: Scope, error: RequestValidationError) -> Response:
+    kind = scope["foveal.error"] = "invalid_request_error"
     found = [one for one in error.errors() if one["loc"] == ("body",)]
     if not found or found[0]["type"] not in ("missing", "model_attributes_type"):
         return validation_response(scope, error)
@@ -166,7 +167,6 @@ def refused_body(scope: Scope, error: RequestValidationError) -> Response:
     else:
         given = _KINDS.get(type(found[0]["input"]), "a number")
         says = f"the body is {given}; send a JSON object"
-    kind = scope["foveal.error"] = "invalid_request_error"
     return failure(scope, plain_body(says, kind, kind), 400)
 
 
