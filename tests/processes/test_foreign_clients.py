@@ -27,8 +27,8 @@ SCHEMA = {
 EVERY = {"whole", "stream", "text", "bound", "tools"}
 """An image, a stream, text alone, an answer that follows a schema, a call and its result."""
 EXPECTED = {
-    "litellm": EVERY,
-    "litellm-messages": EVERY,
+    "litellm": EVERY | {"too-long"},
+    "litellm-messages": EVERY | {"too-long"},
     "langchain-openai": EVERY | {"bound-by-call", "responses", "responses-tools"},
     # It asks for objects alone: its four modes, a stream of parts of one, and text alone.
     "instructor": {
@@ -79,6 +79,7 @@ def test_a_client_works_as_it_is(shared, samples, longest_reply, client, tmp_pat
         jsonschema.validate(found[kind]["arguments"], SCHEMA)
         assert found[kind].get("reason", "tool_calls") == "tool_calls"
         assert found[kind]["after"], kind
+    assert found.get("too-long", "ContextWindowExceededError") == "ContextWindowExceededError"
     if client == "lm-eval":
         assert len(found["said"]) == 3
         assert all(found["said"])

@@ -1,6 +1,6 @@
 """Series of every declared family over time, the same on every machine: what a small deployment
 would show. Used by tests of `foveal dashboard`; a counter of one pod begins anew on the way.
-`filled` is one process with each family once.
+`filled` is one process with each family once, `total` a sum in what such a process shows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import itertools
 import random
 import zlib
 from collections.abc import Iterator
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from foveal_operator.cli.dashboard.promql.samples import Labels, labels_of
 from foveal_operator.observability.promql import PROCESS_METRICS
@@ -115,3 +117,20 @@ def filled(role: Role) -> Metrics:
         else:
             metrics.set(metric.name, 3.0, **labels)
     return metrics
+
+
+def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def total(text: str, name: str, **labels: str) -> float:
+    wanted = labels.items()
+    return sum(v for (n, ls), v in values(text).items() if n == name and wanted <= dict(ls).items())

@@ -27,6 +27,9 @@ ASK = "What is red?"
 RESULT = "A red circle."
 
 
+LONG = [{"role": "user", "content": "x " * 20_000}]
+
+
 class Shape(BaseModel):
     """The shape that is seen."""
 
@@ -83,7 +86,17 @@ def _litellm_answers(common: dict[str, Any], task: dict[str, Any]) -> dict[str, 
         "text": text.choices[0].message.content,
         "bound": json.loads(bound.choices[0].message.content),
         "tools": _litellm_tools(longer),
+        "too-long": _raised_by(litellm.completion, **{**common, "messages": LONG}),
     }
+
+
+def _raised_by(ask: Any, **options: Any) -> str:
+    """The error's class: what agents decide by to shorten a conversation."""
+    try:
+        ask(**options)
+    except Exception as error:
+        return type(error).__name__
+    return ""
 
 
 def _litellm_tools(common: dict[str, Any]) -> dict[str, Any]:

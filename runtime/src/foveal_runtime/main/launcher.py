@@ -84,7 +84,8 @@ class Child:
         self.document = folder / f"{self.name}.json"
         self.log_path = folder / f"{self.name}.log"
         counts = folder / f"{self.name}.counts"
-        counts.unlink(missing_ok=True)  # of an earlier deployment
+        for old in folder.glob(f"{counts.name}*"):  # of an earlier deployment
+            old.unlink()
         self.env = {**env, COUNTS_VARIABLE: str(counts)}
         self.process: subprocess.Popen[bytes] | None = None
         self._command = tuple(command)

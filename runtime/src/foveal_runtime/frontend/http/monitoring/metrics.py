@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from foveal_runtime.frontend.common.single_flight import SingleFlight
+from foveal_runtime.plan.local import COUNTS_VARIABLE
 from foveal_runtime.telemetry.exposition import (
     TEXT,
     PageFormat,
@@ -37,12 +39,17 @@ logger = logging.getLogger(__name__)
 
 _UNREACHABLE = "foveal_metrics_peers_unreachable"
 _PEER_SECONDS = 2.0
+_LATE_SECONDS = 0.1
+"""For a peer that the last page did without: a process that stands still holds one page up."""
 _MAX_PEER_BYTES = 16 << 20
 
 
 def counts_file(socket_path: str) -> Path:
-    """Where the process of this socket keeps what it has counted."""
-    return Path(socket_path).with_suffix(".counts")
+    """Where the process of this socket keeps what it has counted: beside what a local deployment
+    has of the frontend, which outlives the parent of its processes and their sockets."""
+    own = Path(socket_path).with_suffix(".counts")
+    named = os.environ.get(COUNTS_VARIABLE)
+    return Path(f"{named}.{own.stem}") if named else own
 
 
 class MetricsPage:
@@ -57,6 +64,8 @@ class MetricsPage:
         self._siblings = tuple(siblings)
         self._last: dict[str, list[Family]] = {}
         """Of each peer, what others are added to."""
+        self._missed: set[str] = set()
+        self._asked: dict[str, asyncio.Task[list[Family] | None]] = {}
         self._pages: SingleFlight[tuple[str, bool], bytes] = SingleFlight()
 
     async def response(self, request: Request, *, own: bool = False) -> Response:
@@ -76,7 +85,7 @@ class MetricsPage:
         peers = self._siblings if own else (*self._siblings, *self._peers)
         if not peers:
             return await _written(self._metrics, form)
-        found = await asyncio.gather(*(self._fetch(peer, form) for peer in peers))
+        found = await asyncio.gather(*(self._in_time(peer, form) for peer in peers))
         missing = [peer for peer, page in zip(peers, found, strict=True) if page is None]
         pages = [page for page in found if page is not None]
         pages += map(self._last_shown, missing)
@@ -89,6 +98,18 @@ class MetricsPage:
         if peer in self._siblings:
             return self._metrics.families_in(counts_file(peer.removeprefix("unix:")))
         return self._last.get(peer, [])
+
+    async def _in_time(self, peer: str, form: PageFormat) -> list[Family] | None:
+        """Whoever is late is asked on, and waited for again once it has answered."""
+        asked = self._asked.get(peer)
+        if asked is None:
+            asked = self._asked[peer] = asyncio.create_task(self._fetch(peer, form))
+            asked.add_done_callback(lambda _: self._asked.pop(peer))
+        await asyncio.wait({asked}, timeout=_LATE_SECONDS if peer in self._missed else None)
+        page = asked.result() if asked.done() else None
+        if page is None:
+            self._missed.add(peer)
+        return page
 
     async def _fetch(self, peer: str, form: PageFormat) -> list[Family] | None:
         path = peer.removeprefix("unix:") if peer.startswith("unix:") else None
@@ -108,6 +129,7 @@ class MetricsPage:
                     return None
                 page = await asyncio.to_thread(lambda: parse(body.decode(), found))
                 self._last[peer] = [one for one in page if self._metrics.is_shared(one.name)]
+                self._missed.discard(peer)
                 return page
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             logger.debug("metrics peer", extra={"fields": {"peer": peer, "error": str(error)}})
