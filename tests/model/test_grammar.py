@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from fractions import Fraction
 
@@ -209,6 +209,32 @@ def test_state_is_rebuilt_from_the_tokens(model_path):
         again = Sequence(params, output_token_ids=whole.output_token_ids[:cut])
         assert draw(Sampler([EOS], Grammars(model_path, VOCAB, [EOS])), again, 5)
         assert again.output_token_ids == whole.output_token_ids, cut
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0.0}, {"seed": 5}, {"repetition_penalty": 1.3}])
+def test_guesses_change_no_output(sampler, more):
+    """Right ones, wrong ones, and ones that the grammar does not allow. What was consumed of a
+    wrong one is taken back."""
+    rng, room, num_right = random.Random(5), open_device(torch.device("cpu")), 0
+    for seed in range(8):
+        usual = Sequence(options(grammar_of("json", PERSON), **more))
+        draw(sampler, usual, seed)
+        wanted, sequence = usual.output_token_ids, replace(usual, output_token_ids=[], scratch={})
+        while len(outputs := sequence.output_token_ids) < len(wanted):
+            right = wanted[len(outputs) :][: rng.randint(0, 4)]
+            draft = [one if rng.random() < 0.7 else rng.randrange(256) for one in right]
+            rows = [sequence]
+            rows += [replace(sequence, output_token_ids=outputs + draft[: n + 1])
+                     for n in range(len(draft))]  # fmt: skip
+            logits = [random_logits(seed, len(row.output_token_ids)) for row in rows]
+            found = sampler.launch(torch.cat(logits), rows, room, [None, *draft])
+            failed: dict[str, str] = {}
+            drawn = found.finish(room.fetch(found.tensors).wait(), failed)
+            assert not failed
+            num_right += len(drawn) - 1
+            outputs += [one.token_id for one in drawn][: len(wanted) - len(outputs)]
+        assert outputs == wanted
+    assert num_right > 50
 
 
 def test_a_broken_grammar_fails_its_request_alone(sampler):

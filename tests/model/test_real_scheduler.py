@@ -11,6 +11,7 @@ import pytest
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request
+from tests.support.models.rerun_capturer import RerunCapturer
 from tests.support.models.step_driver import embeds_on_device
 
 pytestmark = pytest.mark.model
@@ -32,6 +33,21 @@ def submit(scheduler: Scheduler, job, seconds: float) -> None:
             arrival_seconds=seconds,
         )
     )
+
+
+class Remembered:
+    """Guesses for a request that was answered before: what it said then, but for one in five."""
+
+    def __init__(self, job) -> None:
+        self.tokens = list(job.tokens)
+        for index in range(len(job.prompt) + 2, len(self.tokens), 5):
+            self.tokens[index] = 0
+
+    def propose(self, token_ids, count):
+        return self.tokens[len(token_ids) :][:count]
+
+    def count(self, num_accepted) -> None:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -60,26 +76,39 @@ def submit(scheduler: Scheduler, job, seconds: float) -> None:
         ("qwen3_5", 0, ""),
         ("qwen3_5", 0, "ahead"),
         ("qwen3_5", 0, "sliced"),
+        ("llama", 0, "guessed"),
+        ("llava", 0, "guessed"),
+        ("qwen2_vl", 0, "guessed"),
+        ("qwen2_vl", 0, "recorded"),
+        ("mistral_sliding", 0, "recorded"),
+        ("gemma3", 0, "guessed"),
+        ("gemma4", 0, "guessed"),
     ],
 )
 def test_equals_transformers_under_pressure(name: str, host_bytes: int, way: str, bench) -> None:
     """As the engine's loop does it. "ahead": a step is submitted before the last one's result is
     taken; the runner reads the missing tokens from its last draw. "sliced": streams go on between
-    the encoder's layers."""
+    the encoder's layers. "guessed": everything is asked twice, and the second time guesses of what
+    was said are computed beside the last tokens; "recorded": in recorded steps, as on GPUs."""
     one = bench(name)
     is_sliced, run_ahead = way == "sliced", way == "ahead"
+    is_guessed = way in ("guessed", "recorded")
+    if way == "recorded":
+        assert one.runner.record_decoding(RerunCapturer(), max_num_seqs=16, max_model_len=100)
     clock = iter(range(1, 10_000))
     kinds = list(one.case.items)[:1]
     rounds = [[(kind, 1) for kind in kinds], [(kind, 2) for kind in kinds], []]
     prompts = {f"{turn}-{i}": one.prompt(40 + i % 4, rounds[i % 3], num_text=14) for turn in (0, 1)
                for i in range(6)}  # fmt: skip
+    if is_guessed:
+        prompts.update({f"1-{i}": prompts[f"0-{i}"] for i in range(6)})
     largest = max((m.placeholder.num_embeds for p, prompt in prompts.items()
                    for m in one.job(p, prompt).mm_inputs), default=1)  # fmt: skip
     limits = SchedulerLimits(
         num_blocks=(max(len(p.ids) for p in prompts.values()) + 6) // 8
-        + (STREAM_BLOCKS if is_sliced else SPARE_BLOCKS),
+        + (STREAM_BLOCKS if is_sliced or is_guessed else SPARE_BLOCKS),
         block_size=8,
-        max_num_batched_tokens=max(one.case.budget, 23),
+        max_num_batched_tokens=max(one.case.budget, 99 if is_guessed else 23),
         max_num_seqs=4,
         max_model_len=100,
         encoder_compute_embeds=largest,
@@ -89,6 +118,7 @@ def test_equals_transformers_under_pressure(name: str, host_bytes: int, way: str
         snapshot_tokens=16,
         target_itl_seconds=1e-6 if is_sliced else 0.0,
         slices_encoding=is_sliced,
+        num_speculative_tokens=3 if is_guessed else 0,
     )
     scheduler = Scheduler(limits, one.runner.traits, clock=lambda: float(next(clock)))
     jobs = {key: one.job(key, prompt, ignore_eos=True) for key, prompt in prompts.items()}
@@ -111,6 +141,8 @@ def test_equals_transformers_under_pressure(name: str, host_bytes: int, way: str
         for key, job in jobs.items():
             if key.startswith(turn):
                 submit(scheduler, job, 0.0)
+                if is_guessed and turn == "1":
+                    scheduler.get(key).drafts = Remembered(jobs[key.replace("1-", "0-")])
         while scheduler.has_work or under_way is not None:
             if under_way is None:
                 streams, plan = scheduler.split(scheduler.schedule())
@@ -132,9 +164,12 @@ def test_equals_transformers_under_pressure(name: str, host_bytes: int, way: str
             scheduler.check_integrity()
             one.runner.check_integrity()
             assert embeds_on_device(one.runner.store) <= limits.encoder_cache_embeds
-    assert scheduler.stats.num_preemptions > 0 or is_sliced
+    assert scheduler.stats.num_preemptions > 0 or is_sliced or is_guessed
     assert (num_ahead > 0) == run_ahead
     assert (num_between > 0) == is_sliced
+    stats = scheduler.stats
+    assert (stats.num_draft_tokens > stats.num_accepted_tokens > 5) == is_guessed
+    assert (one.runner.num_graph_steps > 5) == (way == "recorded")
     if one.runner.states.shapes and not is_sliced:  # its snapshots depend on how long layers take
         assert scheduler.stats.num_prefix_hit_tokens > 0
     for key, job in jobs.items():

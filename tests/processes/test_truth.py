@@ -20,6 +20,7 @@ OPTIONS = [
     {"max_num_batched_tokens": 24, "encoder_embeds": 72, "block_size": 8},
     {"ipc_type": "shm"},
     {"attention": "torch"},
+    {"num_speculative_tokens": 4},
 ]
 
 

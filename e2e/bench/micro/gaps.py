@@ -63,6 +63,7 @@ class Loop:
         )  # fmt: skip
         self._runner = runner
         self._scheduler = Scheduler(limits, runner.traits, clock=time.thread_time)
+        self.stats = self._scheduler.stats
         self._left = requests[::-1]
         self._sent: dict[str, float] = {}
         self._came: dict[str, list[float]] = {}

@@ -11,7 +11,7 @@ from foveal_runtime.engine.process.assemble import (
     LoadedEngine,
     scheduler_limits,
 )
-from foveal_runtime.engine.testing.fake_runner import FakeRunner
+from foveal_runtime.engine.testing.fake_runner import FAKE_TRAITS, FakeRunner
 from foveal_runtime.plan.budget.encoder import LargestItem
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from foveal_runtime.plan.errors import StartupError
@@ -43,12 +43,13 @@ def test_limits_come_from_the_configuration():
         scheduler_limits(config, loaded)
 
 
-def limits_of(device="cpu", tensor_parallel=1, **scheduler):
+def limits_of(device="cpu", tensor_parallel=1, state_bytes=0, **scheduler):
     config = EngineConfig(
         model=ModelConfig(path="/m"), device=device, tensor_parallel=tensor_parallel,
         scheduler=SchedulerConfig(**scheduler),
     )  # fmt: skip
-    runner = FakeRunner(num_blocks=100, block_size=16)
+    traits = msgspec.structs.replace(FAKE_TRAITS, state_bytes=state_bytes)
+    runner = FakeRunner(num_blocks=100, block_size=16, traits=traits)
     largest = {"image": LargestItem(24, 24)}
     loaded = LoadedEngine(runner=runner, num_blocks=100, max_model_len=1000, largest=largest)
     return scheduler_limits(config, loaded)
@@ -57,6 +58,12 @@ def limits_of(device="cpu", tensor_parallel=1, **scheduler):
 def test_a_target_for_gaps_is_in_milliseconds():
     assert limits_of().target_itl_seconds == 0
     assert limits_of(target_itl_ms=75).target_itl_seconds == 0.075
+
+
+def test_a_recurrent_state_takes_back_no_guess():
+    assert limits_of(num_speculative_tokens=4).num_speculative_tokens == 4
+    with pytest.raises(StartupError, match="num_speculative_tokens 4: a recurrent state"):
+        limits_of(num_speculative_tokens=4, state_bytes=64)
 
 
 def test_steps_beside_streams_grow_on_cpus_without_a_bound():

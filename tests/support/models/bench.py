@@ -43,12 +43,12 @@ class RecordingSampler(Sampler):
         self.logits: dict[tuple[str, int], torch.Tensor] = {}
         self.is_recording = True
 
-    def launch(self, logits, sequences, device):
+    def launch(self, logits, sequences, device, guesses=()):
         if self.is_recording:
             for row, sequence in zip(logits, sequences, strict=True):
                 index = len(sequence.output_token_ids)  # recorded steps use one buffer
                 self.logits[sequence.request_id, index] = row.float().cpu().clone()
-        return super().launch(logits, sequences, device)
+        return super().launch(logits, sequences, device, guesses)
 
 
 def pack(item) -> bytes:

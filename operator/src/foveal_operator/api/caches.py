@@ -151,7 +151,7 @@ class EncoderCache(Part, frozen=True, kw_only=True):
     size: Annotated[
         AutoSize,
         Meta(
-            description="Bytes on the device. Auto (default): room for the largest item or for "
+            description="Bytes on the device. Auto (default): the largest item or "
             "maxNumBatchedTokens embeddings, whichever is more."
         ),
     ] = "Auto"

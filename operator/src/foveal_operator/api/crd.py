@@ -188,7 +188,7 @@ def custom_resource_definition() -> Schema:
     """The whole CustomResourceDefinition."""
     schema = {
         "description": "MultiModalInference serves one multimodal model: frontends and engines "
-        "with every memory budget derived from this resource.",
+        "with memory budgets derived from this resource.",
         "type": "object",
         "required": ["spec"],
         "properties": {

@@ -299,7 +299,7 @@ class Security(Part, frozen=True, kw_only=True):
     ] = "Enabled"
     secret_revision: Annotated[
         LabelValue | None,
-        Meta(description="Change it to restart pods after a Secret's content changed."),
+        Meta(description="Change it to restart pods, as after a Secret changed."),
     ] = None
 
 

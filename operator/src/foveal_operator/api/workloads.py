@@ -84,7 +84,7 @@ class Frontend(Part, frozen=True, kw_only=True):
     ] = 1
     media_workers: Annotated[
         Annotated[int, Meta(ge=1, le=128)],
-        Meta(description="Processes that decode and preprocess media, per pod. Default: 2."),
+        Meta(description="Processes that preprocess media, per pod. Default: 2."),
     ] = 2
     unknown_options: Annotated[
         Literal["Refuse", "Ignore"],
@@ -292,19 +292,22 @@ class Engine(Part, frozen=True, kw_only=True):
     max_num_mixed_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1_048_576)] | None,
         Meta(
-            description="Tokens of a step in which a running stream gets its next one, so that "
-            "new prompts do not stall it. Default: on CPUs what takes 0.6 s, or 30 times as long "
-            "as a step without prompts (twice for short texts), at most 256 (512 in bfloat16); "
-            "no limit of its own on GPUs."
+            description="Tokens of a step beside running streams, so that prompts do not stall "
+            "them. Default: on CPUs what takes 0.6 s or 30 (short texts: 2) times a step without "
+            "prompts, at most 256 (512 in bfloat16)."
         ),
     ] = None
     target_itl_milliseconds: Annotated[
         Annotated[int, Meta(ge=1, le=60_000)] | None,
         Meta(
-            description="Time between two tokens of a stream to keep to while prompts are computed "
-            "beside it; overrides maxNumMixedTokens. Default: none; see maxNumMixedTokens."
+            description="Time between two tokens of a stream to keep to beside prompts; overrides "
+            "maxNumMixedTokens. Default: none."
         ),
     ] = None
+    num_speculative_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=16)],
+        Meta(description="Tokens guessed from a stream's text for a step to check. Default: 0."),
+    ] = 0
     max_num_encoder_input_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=16_777_216)] | None,
         Meta(description="Embeddings encoded in one step; default: maxNumBatchedTokens."),
@@ -313,7 +316,7 @@ class Engine(Part, frozen=True, kw_only=True):
         bool, Meta(description="Never split an item over two steps. Default: false.")
     ] = False
     prefix_caching: Annotated[
-        bool, Meta(description="Reuse KV of shared prefixes, media included. Default: true.")
+        bool, Meta(description="Reuse KV of shared prefixes. Default: true.")
     ] = True
     max_waiting: Annotated[
         Annotated[int, Meta(ge=1, le=1_000_000)],

@@ -104,11 +104,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     CPU by what a step of streams alone takes.
     `target_itl_ms`: such a step holds what keeps it within so many milliseconds, by what steps took
     so far; 0 = no target.
+    `num_speculative_tokens`: guessed from a stream's own text for one step to check; 0 = none.
     """
 
     max_num_batched_tokens: int = 2048
     max_num_mixed_tokens: int = 0
     target_itl_ms: int = 0
+    num_speculative_tokens: int = 0
     max_num_seqs: int = 128
     max_num_encoder_input_tokens: int = 0
     disable_chunked_mm_input: bool = False

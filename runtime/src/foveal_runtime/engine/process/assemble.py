@@ -89,6 +89,12 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
     """Everything the scheduler may hand out. Raises StartupError."""
     settings, caches, traits = config.scheduler, config.caches, loaded.runner.traits
     budget = encoder_budget(config, loaded)
+    guesses = settings.num_speculative_tokens
+    if guesses and traits.state_bytes:
+        raise StartupError(
+            f"num_speculative_tokens {guesses}: a recurrent state cannot take back a wrong guess; "
+            "set it to 0 for this model"
+        )
     if loaded.num_blocks < 2:
         raise StartupError(
             f"caches.kv_bytes = {caches.kv_bytes} does not hold two blocks of "
@@ -107,6 +113,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedEngine) -> SchedulerLim
         mixed_growth=CPU_MIXED_GROWTH if is_cpu and not is_bounded else 0.0,
         short_growth=CPU_SHORT_GROWTH if is_cpu and not is_bounded else 0.0,
         slices_encoding=is_cpu and config.tensor_parallel == 1,
+        num_speculative_tokens=guesses,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(loaded.max_model_len, (loaded.num_blocks - 1) * caches.block_size),
         max_waiting=settings.max_waiting,

@@ -74,6 +74,10 @@ class EngineMetrics:
         m.set("vllm:prompt_tokens_cached", cached)
         m.set("vllm:prompt_tokens_cached_by_source", cached, source="device")
         m.set("vllm:generation_tokens", stats.num_generation_tokens)
+        if scheduler.limits.num_speculative_tokens:
+            m.set("vllm:spec_decode_num_drafts", stats.num_drafts)
+            m.set("vllm:spec_decode_num_draft_tokens", stats.num_draft_tokens)
+            m.set("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_tokens)
         m.set_histogram("vllm:request_num_preemptions", seen.preemptions)
         m.set_histogram("foveal_engine_residence_seconds", seen.residence_seconds)
         for reason, count in list(stats.finished.items()):

@@ -18,6 +18,7 @@ from foveal_runtime.engine.caches.prefix_cache import BlockHasher, CacheObserver
 from foveal_runtime.engine.scheduler.outputs import Outbox
 from foveal_runtime.engine.scheduler.snapshots import Snapshots
 from foveal_runtime.engine.scheduler.window_blocks import WindowBlocks
+from foveal_runtime.engine.types.drafts import Drafts
 from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request, Status
 from foveal_runtime.engine.types.stats import EngineStats
@@ -114,6 +115,9 @@ class RequestTable:
         sampling = request.sampling
         room = self.limits.max_model_len - request.num_prompt_tokens
         request.output_limit_tokens = 1 if sampling.pooling else min(sampling.max_tokens, room)
+        if self.limits.num_speculative_tokens:
+            ends = self.traits.eos_token_ids
+            request.drafts = Drafts(self.traits.vocab_size, ends, *self.limits.draft_match)
         if self.is_caching:
             self.hasher.extend(request, request.num_tokens)
         there = itertools.chain(self.running, self.waiting)

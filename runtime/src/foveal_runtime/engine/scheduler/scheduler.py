@@ -9,6 +9,7 @@ over counts and ids: never touches tensors, sockets or threads; the clock is han
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from foveal_runtime.engine.caches.prefix_cache import CacheObserver
@@ -27,6 +28,9 @@ from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.messages import EngineOutput
+
+_MOST_ROWS = 16
+"""Streams and guesses in one step: products of so few rows take the time of reading the weights."""
 
 
 class Scheduler(RequestTable):
@@ -77,7 +81,31 @@ class Scheduler(RequestTable):
 
     def schedule(self) -> StepPlan:
         """The next step's plan; empty (`num_tokens` 0, nothing to move) when nobody wants one."""
-        return self._planner.schedule()
+        plan = self._planner.schedule()
+        if self.limits.num_speculative_tokens and plan.num_tokens == len(plan.scheduled):
+            self._add_drafts(plan)
+        return plan
+
+    def _add_drafts(self, plan: StepPlan) -> None:
+        """Guesses behind the tokens of few streams that have a step to themselves. Nobody gives way
+        for them."""
+        size, most = self.limits.block_size, self.limits.num_speculative_tokens
+        tokens_left = min(_MOST_ROWS, self.limits.max_num_batched_tokens) - plan.num_tokens
+        for entry in plan.scheduled:
+            request = self.requests[entry.request_id]
+            if request.drafts is None or not request.is_decoding or plan.encode:
+                continue
+            count = request.output_limit_tokens - request.num_output_tokens - 1
+            count = min(count, most, tokens_left)
+            draft = request.drafts.propose(request.token_ids, count) if count > 0 else []
+            missing = -(-(request.num_tokens + len(draft)) // size) - len(request.block_ids)
+            if missing > min(self.free_blocks):
+                del draft[len(request.block_ids) * size - request.num_tokens :]
+            elif missing > 0:
+                self.take_blocks(request, missing)
+            entry.draft = draft
+            entry.num_scheduled_tokens += len(draft)
+            tokens_left -= len(draft)
 
     def split(self, plan: StepPlan) -> tuple[StepPlan | None, StepPlan]:
         """A new plan as the part of streams, to be executed first, and the rest, in the middle of
@@ -128,6 +156,8 @@ class Scheduler(RequestTable):
         """
         if running.encode or self.encoder.has_moves or self.recalled:
             return None
+        if self.limits.num_speculative_tokens:
+            return None  # guesses need the last token
         if not all(entry.sample for entry in running.scheduled):
             return None
         going_on = []
@@ -195,7 +225,7 @@ class Scheduler(RequestTable):
             request = requests.get(entry.request_id)
             if request is None or request.step != plan.step:
                 continue
-            computed = request.num_computed + entry.num_scheduled_tokens
+            computed = request.num_computed + entry.num_scheduled_tokens - len(entry.draft)
             request.num_computed = computed
             if caching and computed // size > request.num_published:
                 self._publish(request, computed // size)
@@ -216,6 +246,8 @@ class Scheduler(RequestTable):
             num_taken += 1
             if self._append(request, sampled, now):
                 ended = True
+        if self.limits.num_speculative_tokens:
+            self._take_guesses(plan, result)
         for pooled in result.pooled:
             request = requests.get(pooled.request_id)
             if request is None or request.step != plan.step:
@@ -227,6 +259,26 @@ class Scheduler(RequestTable):
             self.running = [entry for entry in self.running if entry.status is Status.RUNNING]
         self.stats.num_generation_tokens += num_taken
         self._count_step(plan, result)
+
+    def _take_guesses(self, plan: StepPlan, result: StepResult) -> None:
+        """After the drawn tokens: all but the last of a stream had been guessed, so their keys and
+        values are there."""
+        drawn = Counter(sampled.request_id for sampled in result.sampled)
+        for entry in plan.scheduled:
+            if not entry.draft:
+                continue
+            num_right = max(drawn[entry.request_id] - 1, 0)
+            self.stats.num_drafts += 1
+            self.stats.num_draft_tokens += len(entry.draft)
+            self.stats.num_accepted_tokens += num_right
+            request = self.requests.get(entry.request_id)
+            if request is None or request.drafts is None or request.step != plan.step:
+                continue
+            request.drafts.count(num_right)
+            request.num_computed += num_right
+            num_full = request.num_computed // self.limits.block_size
+            if self.is_caching and num_full > request.num_published:
+                self._publish(request, num_full)
 
     def _take_failures(self, result: StepResult) -> None:
         """Ends the requests that the runner could not serve. What was to be encoded for them is
@@ -299,6 +351,8 @@ class Scheduler(RequestTable):
         if plan.scheduled:
             num_tokens = plan.num_tokens
             stats.observed.iteration_tokens.observe(num_tokens)
+            if self.limits.num_speculative_tokens:
+                num_tokens -= plan.num_draft_tokens
             if num_tokens > 4 * len(plan.scheduled):
                 stats.num_prefill_tokens += num_tokens
                 stats.prefill_seconds += result.forward_seconds

@@ -358,8 +358,10 @@ class FakeRunner:
         state = self._requests[entry.request_id]
         start = entry.num_computed_tokens
         stop = start + entry.num_scheduled_tokens
-        assert stop <= len(state.token_ids)
-        assert entry.sample == (stop == len(state.token_ids))
+        ids = state.token_ids + entry.draft
+        assert stop <= len(ids)
+        assert entry.sample == (stop == len(ids))
+        assert entry.sample or not entry.draft
         self._check_groups(state, start, stop)
         reason = self.failures.pop(entry.request_id, "")
         needs = self._needs(state, start, stop)
@@ -372,7 +374,7 @@ class FakeRunner:
         table = np.array(entry.block_ids, dtype=np.int64)
         where = np.arange(stop)
         slots = table[where // self._block_size] * self._block_size + where % self._block_size
-        values = slots_of(state.token_ids[start:stop], state.inputs, self.device, start)
+        values = slots_of(ids[start:stop], state.inputs, self.device, start)
         values += state.lora  # a block that another adapter computed shows
         self._kv[slots[start:]] = values
         self.num_computed_tokens += stop - start
@@ -387,19 +389,21 @@ class FakeRunner:
         if state.sampling.prompt_logprobs >= 0 and start < state.num_prompt_tokens:
             last = min(stop, state.num_prompt_tokens - 1)
             count = max(last - start, 0)
-            part = PromptLogprobs(
-                entry.request_id, start, (-1.0,) * count, (1,) * count, ((),) * count,
-                ((),) * count,
-            )  # fmt: skip
+            top: tuple[tuple[()], ...] = ((),) * count
+            part = PromptLogprobs(entry.request_id, start, (-1.0,) * count, (1,) * count, top, top)
             result.prompt_logprobs.append(part)
         if state.sampling.pooling:
             state.pooled.append(values)
             if entry.sample:
                 result.pooled.append(Pooled(entry.request_id, self._pool(state, held)))
         elif entry.sample:
-            token = next_token(held, state.sampling, self._traits.vocab_size)
-            state.token_ids.append(token)
-            result.sampled.append(Sampled(entry.request_id, token, -1.0, 1))
+            for guess in (*entry.draft, None):
+                seen = held[: len(state.token_ids)]
+                token = next_token(seen, state.sampling, self._traits.vocab_size)
+                state.token_ids.append(token)
+                result.sampled.append(Sampled(entry.request_id, token, -1.0, 1))
+                if token != guess:
+                    break
 
     def _check_window(self, entry: ScheduledRequest, values: np.ndarray, held: np.ndarray) -> None:
         """What the step's tokens see through the window is what the other layers hold there."""
@@ -430,11 +434,8 @@ class FakeRunner:
         assert state.state == _folded(held), "the state has seen other tokens than the KV"
 
     def _needs(self, state: _State, start: int, stop: int) -> set[MMHash]:
-        return {
-            entry.mm_hash
-            for entry in state.inputs
-            if entry.placeholder.embeds_before(stop) > entry.placeholder.embeds_before(start)
-        }
+        ends = [(entry.mm_hash, entry.placeholder.embeds_before) for entry in state.inputs]
+        return {mm_hash for mm_hash, before in ends if before(stop) > before(start)}
 
     def _check_groups(self, state: _State, start: int, stop: int) -> None:
         kind = self._traits.bidirectional

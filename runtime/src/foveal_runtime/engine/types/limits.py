@@ -26,6 +26,8 @@ class SchedulerLimits:
             streams alone takes, or 0.6 s; 0 = no such bound. short_growth: so many while only
             prompts wait that are no longer than max_num_mixed_tokens and without media.
         slices_encoding: streams go on in the middle of what takes the encoder longer than that.
+        num_speculative_tokens: guessed for a stream at once, at most; 0 = none. draft_match:
+            see `engine.types.drafts`, least and most.
         max_model_len: prompt + output tokens of one request.
         max_waiting: requests that may wait; more are refused as overloaded.
         encoder_compute_embeds, encoder_cache_embeds: see `plan.budget.encoder`.
@@ -53,6 +55,8 @@ class SchedulerLimits:
     short_growth: float = 0.0
     slices_encoding: bool = False
     max_waiting: int = 1024
+    num_speculative_tokens: int = 0
+    draft_match: tuple[int, int] = (2, 4)
     policy: Literal["fcfs", "priority"] = "fcfs"
     disable_chunked_mm_input: bool = False
     encoder_compute_embeds: int = 0

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
+from foveal_runtime.engine.types.drafts import Drafts
 from foveal_runtime.engine.types.step import MMInput, PromptLogprobs
 from foveal_runtime.plan.lora import LoraRef
 from foveal_runtime.plan.media import MMHash
@@ -44,6 +45,7 @@ class Request:
         cuts: positions to come, in order, at which a chunk must end so that recurrent state can be
             kept there. state_end: where the last snapshot was taken, or it started from one.
         pending, rolling: slots that running steps fill; the last one of outputs, 0: none.
+        drafts: guesses of its next tokens; None: nothing is guessed.
         is_withdrawn: made from a wrong value since it was admitted: nobody gets its snapshots.
     """
 
@@ -87,6 +89,7 @@ class Request:
     state_end: int = field(default=0, init=False)
     pending: list[int] = field(default_factory=list, init=False)
     rolling: int = field(default=0, init=False)
+    drafts: Drafts | None = field(default=None, init=False)
     is_withdrawn: bool = field(default=False, init=False)
     num_released: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)

@@ -48,6 +48,8 @@ class EngineStats:
         num_stateless_tokens: prompt tokens whose KV was cached, but no recurrent state, or not all
             of a sliding window, that they could be continued from.
         prefix_media_*: the part of num_prefix_* that stands for media, by modality.
+        num_drafts, num_draft_tokens, num_accepted_tokens: guesses of a stream's next tokens, their
+            tokens, and those of them that the model drew.
         encoded_items, encoded_embeds, encode_seconds: by modality.
         num_prefill_tokens, prefill_seconds: of steps that were mostly prefill: what a computed
             token costs.
@@ -62,6 +64,9 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_preemptions: int = 0
     num_no_progress: int = 0
     num_empty_passes: int = 0

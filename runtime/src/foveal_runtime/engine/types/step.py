@@ -97,6 +97,9 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     `snapshot` is the slot that the recurrent state is copied to after the step; 0: none.
     `window_ids` are the blocks of layers with a sliding window, where those have a pool of their
     own: from block number `window_first` on, before which nothing is seen by this window's tokens.
+    `draft` are guesses of the tokens after the last known one, and the end of the window: a token
+    is drawn for that one and for each of them, and counts as far as the guesses before it were
+    right. Nothing is left over of wrong ones but keys and values, which others replace.
     """
 
     request_id: str
@@ -107,6 +110,7 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     snapshot: int = 0
     window_ids: list[int] = []
     window_first: int = 0
+    draft: list[int] = []
 
 
 class EncoderInput(msgspec.Struct, array_like=True):
@@ -144,9 +148,14 @@ class StepPlan(msgspec.Struct, array_like=True):
         return sum(r.num_scheduled_tokens for r in self.scheduled)
 
     @property
+    def num_draft_tokens(self) -> int:
+        return sum(len(r.draft) for r in self.scheduled)
+
+    @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of windows, as opposed to the one token a stream goes on by."""
-        counts = (entry.num_scheduled_tokens for entry in self.scheduled)
+        """Tokens of windows, as opposed to the one token a stream goes on by, and its guesses."""
+        scheduled = self.scheduled
+        counts = (entry.num_scheduled_tokens for entry in scheduled if not entry.draft)
         return sum(count for count in counts if count > 1)
 
     @property
@@ -162,7 +171,7 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class Sampled(msgspec.Struct, array_like=True):
-    """One new token. Logprob fields are filled only when the request asks."""
+    """One new token; those of a request in order. Logprobs are filled only when it asks."""
 
     request_id: str
     token_id: int

@@ -28,6 +28,7 @@ from foveal_runtime.plan.quantity import format_bytes
 PREFIX = "FOVEAL_SERVE_"
 MIN_SIZE = 1 << 20
 _MOST_PIXELS = 1_000_000_000  # as in the resource
+MOST_SPECULATIVE = 16  # as in the resource
 _MOST_BYTES = 1e18
 _UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
           "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
@@ -104,6 +105,10 @@ def pixels(text: str) -> int:
 
 def pixels_or_off(text: str) -> int:
     return _number(text, 0, _MOST_PIXELS)
+
+
+def speculative(text: str) -> int:
+    return _number(text, 0, MOST_SPECULATIVE)
 
 
 def port(text: str) -> int:
@@ -205,6 +210,9 @@ _OPTIONS: dict[str, tuple[tuple[str, str, Any, Any, str, str], ...]] = {
         ("--target-itl-ms MS", "target_itl_ms", count, 0, "none",
          "time between two tokens of a stream to keep to while prompts are computed beside it; "
          "new prompts wait longer for their first token"),
+        ("--num-speculative-tokens N", "num_speculative_tokens", speculative, 0, "none",
+         "tokens of an answer guessed from what it and its prompt say, which one step checks: "
+         "answers that quote or repeat come sooner, none changes"),
         ("--ignore-unknown-options", "ignore_unknown_options", True, False, "they are refused",
          "leave out request options that this server does not know"),
         ("--enable-mm-embeds", "media_embeds", True, False, "they are refused",

@@ -7,9 +7,10 @@ plan, what is embedded where follows from the placeholders. Sends nothing to a d
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from foveal_runtime.engine.types.step import MMInput, ScheduledRequest
@@ -21,11 +22,16 @@ from foveal_runtime.plan.media import MODALITIES
 
 @dataclass(frozen=True, slots=True)
 class TokenWindow:
-    """Positions [lo, hi) of one sequence; its first token is row `base` of the flat batch."""
+    """Positions [lo, hi) of one sequence; its first token is row `base` of the flat batch.
+
+    A guess is a window, too, of the sequence as it is if the guesses up to it are right: `guess`,
+    what the window before must draw for this one's token to count.
+    """
 
     sequence: SequenceState
     scheduled: ScheduledRequest
     base: int
+    guess: int | None = None
 
     @property
     def lo(self) -> int:
@@ -59,12 +65,29 @@ def make_windows(
     windows, base = [], 0
     for one in scheduled:
         sequence = sequences[one.request_id]
-        window = TokenWindow(sequence, one, base)
-        assert one.num_scheduled_tokens > 0
-        assert window.hi <= len(sequence.token_ids)
-        windows.append(window)
+        usual = [TokenWindow(sequence, one, base)]
+        for window in _with_guesses(sequence, one, base) if one.draft else usual:
+            assert window.hi > window.lo
+            assert window.hi <= len(window.sequence.token_ids)
+            windows.append(window)
         base += one.num_scheduled_tokens
     return windows
+
+
+def _with_guesses(
+    sequence: SequenceState, one: ScheduledRequest, base: int
+) -> Iterator[TokenWindow]:
+    """A window for the last known token and one for each guess. Guesses see each other as tokens of
+    earlier steps: all keys and values of a layer are written before any are read."""
+    assert one.num_scheduled_tokens == 1 + len(one.draft)
+    for count, guess in enumerate((None, *one.draft)):
+        token_ids = sequence.token_ids + one.draft[:count]
+        alone = msgspec.structs.replace(
+            one, num_computed_tokens=one.num_computed_tokens + count, num_scheduled_tokens=1,
+            draft=[],
+        )  # fmt: skip
+        guessed = sequence if guess is None else replace(sequence, token_ids=token_ids)
+        yield TokenWindow(guessed, alone, base + count, guess)
 
 
 def is_decode(windows: Sequence[TokenWindow]) -> bool:

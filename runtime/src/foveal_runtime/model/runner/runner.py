@@ -345,12 +345,14 @@ class TorchRunner:
                 return
             logits = self.head.logits(hidden[rows] if is_whole else hidden[: len(last)])
         sequences = [w.sequence for w in chosen]
-        step.draw = self._sampler.launch(logits, sequences, self.room)
+        guesses = [w.guess for w in chosen]
+        step.draw = self._sampler.launch(logits, sequences, self.room, guesses)
         self._drawn = step.draw.ids
         for row, sequence in enumerate(sequences):
-            step.drawn.append((sequence, len(sequence.token_ids)))
-            sequence.pending_row = row
-            sequence.token_ids.append(PENDING)
+            if guesses[row] is None:
+                step.drawn.append((sequence, len(sequence.token_ids)))
+                sequence.pending_row = row
+                sequence.token_ids.append(PENDING)
 
     def _forward(
         self, windows: Sequence[TokenWindow], batch: HostBatch, last: np.ndarray, is_whole: bool

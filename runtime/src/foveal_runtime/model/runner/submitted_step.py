@@ -130,12 +130,14 @@ class SubmittedStep:
         return result
 
     def _replace_pending(self, result: StepResult) -> None:
-        tokens = {one.request_id: one.token_id for one in result.sampled}
+        tokens: dict[str, list[int]] = {}
+        for one in result.sampled:
+            tokens.setdefault(one.request_id, []).append(one.token_id)
         for sequence, index in self.drawn:
-            token = tokens.get(sequence.request_id)
-            if token is not None:
+            drawn = tokens.get(sequence.request_id)
+            if drawn is not None:
                 assert sequence.token_ids[index] == PENDING
-                sequence.token_ids[index] = token
+                sequence.token_ids[index : index + 1] = drawn
             elif index == len(sequence.token_ids) - 1:
                 sequence.token_ids.pop()  # it failed, and no later step counts on the token
 

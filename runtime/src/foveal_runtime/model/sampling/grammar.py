@@ -65,13 +65,16 @@ class Grammars:
 
         Before `min_tokens` outputs, and where a grammar takes any token but may not end, end tokens
         are allowed only where nothing else is. Raises ValueError, with a reason for the client,
-        when the grammar cannot go on after `outputs`.
+        when the grammar cannot go on after `outputs`; other outputs may be asked about then, such
+        as those without a wrong guess.
         """
         begin = time.perf_counter()
-        matcher, known = self._state(sequence, grammar)
-        if len(outputs) > known and not matcher.consume_tokens(list(outputs[known:])):
+        matcher, known = self._state(sequence, grammar, outputs)
+        new = list(outputs[known:])
+        sequence.scratch["grammar"] = (matcher, list(outputs[:known]))
+        if (new and matcher.validate_tokens(new) < len(new)) or not matcher.consume_tokens(new):
             raise ValueError("the output does not follow its grammar")
-        sequence.scratch["grammar"] = (matcher, len(outputs))
+        sequence.scratch["grammar"] = (matcher, list(outputs))
         bits = np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
         if matcher.is_error():
             raise ValueError("the grammar needs more time or memory than it may have")
@@ -104,10 +107,19 @@ class Grammars:
             others[token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
         return others if others.any() else bits
 
-    def _state(self, sequence: Bound, grammar: str) -> tuple[llguidance.LLMatcher, int]:
+    def _state(
+        self, sequence: Bound, grammar: str, outputs: Sequence[int]
+    ) -> tuple[llguidance.LLMatcher, int]:
+        """A matcher and how many of the outputs it has consumed, and nothing else."""
         found = sequence.scratch.get("grammar")
         if isinstance(found, tuple):
-            return found
+            matcher, consumed = found
+            if outputs[: len(consumed)] == consumed:
+                return matcher, len(consumed)
+            pairs = enumerate(zip(consumed, outputs, strict=False))
+            common = next((i for i, (a, b) in pairs if a != b), len(outputs))
+            if matcher.rollback(len(consumed) - common):
+                return matcher, common
         self.stats.num_lookups += 1
         fresh = self._fresh.get(grammar)
         if fresh is None:

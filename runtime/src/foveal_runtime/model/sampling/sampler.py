@@ -29,6 +29,8 @@ from foveal_runtime.model.sampling.logprobs import ROWS_AT_ONCE, Scores
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.sampling import SamplingParams
 
+NEVER = -1
+"""A guess that no draw equals."""
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -80,8 +82,10 @@ class Draw:
         ids: torch.Tensor,
         finite: torch.Tensor,
         failures: dict[str, str],
+        guesses: Sequence[int | None],
     ) -> None:
         self.ids = ids
+        self._guesses = guesses
         self.failures = failures
         self.request_ids = [s.request_id for s in sequences]
         self.scores = Scores()
@@ -100,15 +104,19 @@ class Draw:
             result = results[row]
             result.logprob, result.rank = one.logprob, one.rank
             result.top_ids, result.top_logprobs = one.top_ids[:count], one.top_logprobs[:count]
-        for ok, request_id in zip(finite, self.request_ids, strict=True):
-            if not ok:
-                self.failures.setdefault(
-                    request_id,
-                    "no token can be sampled: the model's logits are not "
-                    "finite, or every token is masked",
-                )
+        counting, counts = [], False
+        for row, guess in enumerate(self._guesses):
+            counts = guess is None or (counts and ids[row - 1] == guess)
+            if counts:
+                counting.append(results[row])
+                if not finite[row]:
+                    self.failures.setdefault(
+                        self.request_ids[row],
+                        "no token can be sampled: the model's logits are not "
+                        "finite, or every token is masked",
+                    )
         failed.update(self.failures)
-        return [r for r in results if r.request_id not in self.failures]
+        return [r for r in counting if r.request_id not in self.failures]
 
 
 class Sampler:
@@ -145,12 +153,18 @@ class Sampler:
         return results
 
     def launch(
-        self, logits: torch.Tensor, sequences: Sequence[SampledSequence], device: Device
+        self,
+        logits: torch.Tensor,
+        sequences: Sequence[SampledSequence],
+        device: Device,
+        guesses: Sequence[int | None] = (),
     ) -> Draw:
-        """Starts what `sample` does. `sequences` is not empty."""
+        """Starts what `sample` does. `sequences` is not empty. `guesses`: for each row, what the
+        one before must have drawn for this one's token to count; None: it counts in any case."""
         assert logits.shape[0] == len(sequences) > 0
+        counting = list(guesses) or [None] * len(sequences)
         failures: dict[str, str] = {}
-        adjusted = self._adjust(logits, sequences, failures, device)
+        adjusted = self._adjust(logits, sequences, counting, failures, device)
         best, ids = logits.max(dim=-1)
         for row, values in adjusted.items():
             best[row], ids[row] = values.max(dim=-1)
@@ -158,7 +172,7 @@ class Sampler:
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0]
         for low in range(0, len(drawn), ROWS_AT_ONCE):
             self._draw(logits, sequences, drawn[low : low + ROWS_AT_ONCE], adjusted, ids, device)
-        draw = Draw(sequences, ids, torch.isfinite(best), failures)
+        draw = Draw(sequences, ids, torch.isfinite(best), failures, counting)
         self._score(logits, sequences, draw, device)
         return draw
 
@@ -166,6 +180,7 @@ class Sampler:
         self,
         logits: torch.Tensor,
         sequences: Sequence[SampledSequence],
+        guesses: list[int | None],
         failures: dict[str, str],
         device: Device,
     ) -> dict[int, torch.Tensor]:
@@ -181,17 +196,19 @@ class Sampler:
             except ValueError as error:
                 failures[sequence.request_id] = str(error)
             adjusted[i] = row
-        self._mask(sequences, adjusted, failures, device)
+        self._mask(sequences, guesses, adjusted, failures, device)
         return adjusted
 
     def _mask(
         self,
         sequences: Sequence[SampledSequence],
+        guesses: list[int | None],
         adjusted: dict[int, torch.Tensor],
         failures: dict[str, str],
         device: Device,
     ) -> None:
-        """Leaves only the tokens that a row's grammar allows; all rows' masks in one upload."""
+        """Leaves only the tokens that a row's grammar allows; all rows' masks in one upload. The
+        row of a guess that it does not allow is not to count."""
         found: dict[int, np.ndarray] = {}
         for i in adjusted:
             sequence, params = sequences[i], sequences[i].sampling
@@ -204,7 +221,10 @@ class Sampler:
                     sequence, params.grammar, sequence.output_token_ids, params.min_tokens
                 )
             except ValueError as error:
-                failures[sequence.request_id] = str(error)
+                if guesses[i] is None:
+                    failures[sequence.request_id] = str(error)
+                else:
+                    guesses[i] = NEVER
         if found:
             rows = list(found)
             masks = forbidden(np.stack(list(found.values())), len(adjusted[rows[0]]), device)

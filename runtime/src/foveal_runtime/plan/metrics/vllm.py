@@ -69,6 +69,11 @@ _ENGINE_TOKENS = (
     _one(_ENGINE, "counter", "prompt_tokens_cached_by_source", "Cached prompt tokens by tier.",
          "source", unit="tokens"),
     _one(_ENGINE, "counter", "generation_tokens", "Tokens generated.", unit="tokens"),
+    _one(_ENGINE, "counter", "spec_decode_num_drafts", "Guesses of a stream's next tokens.",
+         unit="drafts"),
+    _one(_ENGINE, "counter", "spec_decode_num_draft_tokens", "Tokens guessed.", unit="tokens"),
+    _one(_ENGINE, "counter", "spec_decode_num_accepted_tokens", "Guessed tokens that the model "
+         "drew.", unit="tokens"),
     _one(_ENGINE, "histogram", "request_num_preemptions", "Preemptions of one request.",
          buckets=_PREEMPTION_BUCKETS),
 )  # fmt: skip
