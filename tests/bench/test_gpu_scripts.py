@@ -41,7 +41,6 @@ def test_a_part_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "there is no part 'atention'; the parts are: attention-tests " in done.stderr
 
 
-@pytest.mark.model
 def test_a_sweep_has_each_setting_once() -> None:
     from e2e.bench.gpu.attention import SWEEP, tunings
     from foveal_runtime.model.attention.triton import Tuning
@@ -56,7 +55,6 @@ def test_a_sweep_has_each_setting_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.model
 @pytest.mark.parametrize(
     ("module", "cases"),
     [

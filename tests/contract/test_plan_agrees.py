@@ -25,10 +25,7 @@ from tests.support import sizing
 from tests.support.checkpoint_files import PROFILE, checkpoint, write_profile
 from tests.support.samples import resource
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own processors
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIRS = {

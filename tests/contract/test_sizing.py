@@ -11,10 +11,7 @@ import pytest
 from foveal_runtime.plan.profile import decode
 from tests.support import sizing, sizing_page
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own processors
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 
 def test_the_page_is_what_its_generator_writes() -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.model
-
 TEXT_NAMES = [
     "llama",
     "mistral_sliding",

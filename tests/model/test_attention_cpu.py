@@ -282,7 +282,6 @@ def test_the_factory_refuses_other_devices_and_announces_slow_layers(caplog) -> 
     assert "layers [0] use torch attention" in caplog.text
 
 
-@pytest.mark.model
 def test_a_whole_model_says_the_same_with_the_kernel(bench) -> None:
     """Gemma 2: head size 16, groups, sliding layers and soft caps, through the real runner."""
     one = bench("gemma2_softcap", attention="cpu")

@@ -205,7 +205,6 @@ FAMILIES = {
 }
 
 
-@pytest.mark.model
 @pytest.mark.parametrize("name", FAMILIES.values(), ids=FAMILIES)
 @torch.inference_mode()
 def test_towers_use_it_and_say_the_same(name: str, tiny, checkpoints) -> None:

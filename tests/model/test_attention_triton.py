@@ -313,7 +313,6 @@ SLOW_MODELS = [
 ]
 
 
-@pytest.mark.model
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name",

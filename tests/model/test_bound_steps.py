@@ -16,8 +16,6 @@ from foveal_runtime.plan.sampling import SamplingParams
 from tests.support.models.rerun_capturer import RerunCapturer
 from tests.support.models.step_driver import Job, StepDriver
 
-pytestmark = pytest.mark.model
-
 PATTERN = "[a-c]{3}[0-9]{5}"
 BLOCKS = 64
 

@@ -16,8 +16,6 @@ from foveal_runtime.model.checkpoint.loader import LoadedModel
 from tests.support.models.step_driver import Job
 from tests.support.models.tiny_checkpoints import Prompt
 
-pytestmark = pytest.mark.model
-
 
 class SinklessBackend(TorchBackend):
     def attend(self, layer, query, context, sinks=None):

@@ -33,7 +33,7 @@ from tests.support.models.decoders import (
     states_of,
 )
 
-pytestmark = [pytest.mark.model, NEEDS_PACKING, NEEDS_KERNEL]
+pytestmark = [NEEDS_PACKING, NEEDS_KERNEL]
 HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5", "minicpm_ocr", "minicpmv4_6",
           "minicpmv4_7"]  # fmt: skip
 """The step driver reuses blocks of tokens, not states."""

@@ -24,8 +24,6 @@ from foveal_runtime.model.runner.encoder import (
 from foveal_runtime.wire.item import BadItem, Item, pack_item, view_item
 from tests.support.models.step_driver import embeds_on_device
 
-pytestmark = pytest.mark.model
-
 CPU = Device(torch.device("cpu"))
 
 

@@ -29,8 +29,6 @@ from foveal_runtime.plan.sampling import SamplingParams
 from tests.support.models.tiny_encoders import NAMES
 from tests.support.models.vectors import TOLERANCE, deviation, pooled_by_hand
 
-pytestmark = pytest.mark.model
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_transformers(name: str, bench) -> None:

@@ -7,8 +7,6 @@ import torch
 
 from tests.support.models.exact import exact_logits, float32_error
 
-pytestmark = pytest.mark.model
-
 
 def answered(one):
     prompts, jobs = one.staggered()

@@ -23,7 +23,6 @@ from foveal_runtime.model.cpu.packing import Activation, can_pack, pack_linears
 from tests.support.models.compiled import NEEDS_PACKING, paths_of
 
 pytestmark = [
-    pytest.mark.model,
     NEEDS_PACKING,
     pytest.mark.skipif(isinstance(load_row_kernels(), str), reason=str(load_row_kernels())),
 ]

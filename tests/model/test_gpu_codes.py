@@ -22,7 +22,6 @@ from foveal_runtime.model.gpu import code_kernels, codes
 from foveal_runtime.model.layers import gpu_layer
 from tests.support.models.triton_compile import SMALL_CARD_BYTES, compiled
 
-pytestmark = pytest.mark.model
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-10}
 """Of the largest result: the order of sums; otherwise rounding, and in bfloat16 that the
 interpreter cuts numbers off instead."""

@@ -16,7 +16,6 @@ from foveal_runtime.model.layers.trial import Trial
 from tests.support.models.bench import DEVICE
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.model
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 from foveal_runtime.model.gpu.products import MAX_ROWS, PlainProduct
 from tests.support.models.triton_compile import SMALL_CARD_BYTES, compiled
 
-pytestmark = pytest.mark.model
 ROWS = [1, 2, 7, MAX_ROWS, MAX_ROWS + 1]
 SIZES = [(48, 64), (50, 300), (33, 2056), (16, 8)]
 """Of weights; more of a row than a program reads at once, and less than the least it can."""

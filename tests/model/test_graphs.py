@@ -13,8 +13,6 @@ from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.config import EngineCaches, EngineConfig, ModelConfig, SchedulerConfig
 from tests.support.models.rerun_capturer import RerunCapturer
 
-pytestmark = pytest.mark.model
-
 
 def record(one, max_num_seqs: int = 4, max_model_len: int = 96, capturer=None) -> bool:
     return one.runner.record_decoding(

@@ -18,8 +18,6 @@ from tests.support.models.bench import Bench
 from tests.support.models.scheduled_bench import Engine, converse, goes_on_elsewhere, with_tail
 from tests.support.models.tiny_checkpoints import Prompt
 
-pytestmark = pytest.mark.model
-
 
 def image_prompt(one: Bench, seed: int, num_text: int = 9) -> Prompt:
     return one.prompt(seed, [(kind, 7 + kind) for kind in one.case.items], num_text=num_text)

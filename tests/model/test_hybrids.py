@@ -19,8 +19,6 @@ from foveal_runtime.plan.errors import StartupError
 from tests.support.models.step_driver import Job
 from tests.support.models.tiny_checkpoints import Prompt
 
-pytestmark = pytest.mark.model
-
 NAMES = [
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_vl", "lfm3", "lfm3_vl", "minicpmv4_6",
     "minicpm_ocr", "minicpmv4_7",

@@ -77,7 +77,6 @@ def test_what_is_kept_and_what_is_computed_with() -> None:
     assert kv_dtypes("fp8", torch.bfloat16) == (FP8, torch.bfloat16)
 
 
-@pytest.mark.model
 @pytest.mark.parametrize(("kv_dtype", "part", "most"), [("bfloat16", 2, 0.02), ("fp8", 4, 0.15)])
 @pytest.mark.parametrize(("name", "attention"), [("llava", "cpu"), ("gemma3", "torch")])
 def test_a_model_says_nearly_the_same(
@@ -115,7 +114,6 @@ def test_the_budget_counts_what_is_kept(dtype: str, kv_dtype: str, token: int) -
     assert profile.kv_token_bytes(kv_dtype) == token
 
 
-@pytest.mark.model
 def test_the_budget_and_the_pool_agree(tiny) -> None:
     from foveal_runtime.model import profiler
 
@@ -126,7 +124,6 @@ def test_the_budget_and_the_pool_agree(tiny) -> None:
         assert runner.kv_block_bytes == 8 * profile.kv_token_bytes(kv_dtype)
 
 
-@pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_triton_says_what_torch_says_of_a_model_in_fp8(bench) -> None:

@@ -25,8 +25,6 @@ from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.embedder import check_task
 from foveal_runtime.plan.errors import StartupError
 
-pytestmark = pytest.mark.model
-
 
 def refusal(config) -> str:
     def load() -> None:

@@ -22,7 +22,7 @@ from tests.support.models.decoders import (
     states_of,
 )
 
-pytestmark = [pytest.mark.model, NEEDS_PACKING, NEEDS_KERNEL]
+pytestmark = [NEEDS_PACKING, NEEDS_KERNEL]
 LONG = [(130, 900), (1, 700), (5, 5), (70, 300), (4, 60)]
 """New tokens of sequences, and how many there are then: chunks, and some that attend alone."""
 

@@ -23,8 +23,6 @@ from tests.support.models.bench import Bench
 from tests.support.models.compiled import NEEDS_KERNEL, NEEDS_PACKING
 from tests.support.models.lora import ALPHA, CONFIG, RANK, merged, write_adapter
 
-pytestmark = pytest.mark.model
-
 MIB = 1 << 20
 
 

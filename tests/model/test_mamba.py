@@ -23,8 +23,6 @@ from tests.support.models.bench import pack
 from tests.support.models.scheduled_bench import Engine, converse, goes_on_elsewhere
 from tests.support.models.tiny_checkpoints import CASES, save, text_case
 
-pytestmark = pytest.mark.model
-
 NAMES = [
     "nemotron_h", "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "falcon_h1_gated",
     "bamba", "nemotron_h_omni", "nemo_speechlm",

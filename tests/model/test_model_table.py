@@ -13,7 +13,7 @@ from foveal_runtime.plan.errors import StartupError
 from tests.support import refused_page
 from tests.support.model_table import page as page_of_models
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.timeout(500)
 
 ROOT = Path(__file__).parents[2]
 COMPARED_AS_TEXT_OF = {"qwen3_5_text": "qwen3_5"}

@@ -19,8 +19,6 @@ from foveal_runtime.model.cpu.packing import (
     packed_class,
 )
 
-pytestmark = pytest.mark.model
-
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.float32), reason="this torch has no oneDNN linear layers"
 )

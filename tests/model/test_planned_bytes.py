@@ -24,7 +24,7 @@ from foveal_runtime.plan.budget.types import BudgetInputs, EngineInputs
 from foveal_runtime.plan.config import MIB, LoraSource
 from tests.support.models import lora, quantised
 
-pytestmark = [pytest.mark.model, pytest.mark.extended]
+pytestmark = pytest.mark.extended
 
 KV_BYTES, NUM_SEQS, RANK = 48 * MIB, 12, 128
 SIZES = {

@@ -11,8 +11,6 @@ import torch
 
 from tests.support.models.vectors import TOLERANCE, deviation, pooled_by_hand
 
-pytestmark = pytest.mark.model
-
 NAMES = ["llama", "qwen2_vl", "gemma3", "qwen2_audio"]
 MORE = ["gemma2_softcap", "qwen3_moe", "llava", "qwen3_vl", "paligemma2", "qwen3_asr"]
 

@@ -24,7 +24,7 @@ from foveal_runtime.model.cpu.packing import (
 )
 from tests.support.models.compiled import NEEDS_KERNEL, params_of
 
-pytestmark = [pytest.mark.model, NEEDS_KERNEL]
+pytestmark = NEEDS_KERNEL
 
 
 def packed(dtype: torch.dtype) -> object:

@@ -19,8 +19,6 @@ from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile, decode
 
-pytestmark = pytest.mark.model
-
 NAMES = [
     "llama", "gemma2_softcap", "qwen3_moe", "llama4_text", "deepseek_v3_mla", "llava", "idefics3",
     "qwen2_vl", "qwen3_vl", "gemma3", "paligemma", "voxtral", "qwen2_audio",

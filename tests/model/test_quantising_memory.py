@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-pytestmark = [pytest.mark.model, pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 LOAD = """
 import sys, threading
 from foveal_runtime.model import profiler

@@ -21,8 +21,6 @@ from foveal_runtime.model.parallel.tensor_parallel import TensorParallelRunner
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 
-pytestmark = pytest.mark.model
-
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",

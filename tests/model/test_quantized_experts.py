@@ -20,7 +20,6 @@ from tests.support.models.quantised import make
 from tests.support.models.quantised_experts import make_mxfp4, stacked_fp8
 from tests.support.models.rerun_capturer import RerunCapturer
 
-pytestmark = pytest.mark.model
 ONE_BY_ONE = (
     "deepseek_ocr2", "deepseek_v3_mla", "gemma4_moe", "glm4v_moe", "kimi_k25", "llama4",
     "llama4_text", "mistral3_latent", "mistral4", "qwen3_5_moe", "qwen3_moe", "qwen3_next",

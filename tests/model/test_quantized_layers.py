@@ -25,7 +25,6 @@ from foveal_runtime.plan.errors import StartupError
 from tests.support.models.bench import compare
 from tests.support.models.quantised import FORMATS, make
 
-pytestmark = pytest.mark.model
 MULTIMODAL = ("fp8 blocks", "W4A16 asymmetric", "W8A8", "AWQ", "GPTQ ordered by activations")
 
 

@@ -14,9 +14,6 @@ from foveal_runtime.engine.types.request import Request
 from tests.support.models.rerun_capturer import RerunCapturer
 from tests.support.models.step_driver import embeds_on_device
 
-pytestmark = pytest.mark.model
-
-
 SPARE_BLOCKS = 3
 STREAM_BLOCKS = 9  # for two requests at a time
 

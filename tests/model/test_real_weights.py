@@ -24,7 +24,7 @@ from foveal_runtime.plan.sampling import SamplingParams
 from tests.support import packages
 from tests.support.models import smollm2
 
-pytestmark = [pytest.mark.model, pytest.mark.extended, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(3000)]
 ASKED = os.environ.get("FOVEAL_REAL_WEIGHTS", "")
 GREEDY = SamplingParams(max_tokens=smollm2.NUM_OUTPUTS, temperature=0.0, ignore_eos=True)
 SCHEMA = {

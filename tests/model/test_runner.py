@@ -15,8 +15,6 @@ from foveal_runtime.model.runner.traits import end_ids
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.wire.item import pack_item
 
-pytestmark = pytest.mark.model
-
 
 def test_a_wrong_item_fails_its_request_alone(bench) -> None:
     one = bench("llava")

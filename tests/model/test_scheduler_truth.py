@@ -15,7 +15,6 @@ from foveal_runtime.engine.types.limits import SchedulerLimits
 from foveal_runtime.engine.types.request import Request
 from foveal_runtime.plan.sampling import SamplingParams
 
-pytestmark = pytest.mark.model
 NUM_OUTPUTS = 24
 
 

@@ -14,7 +14,6 @@ from foveal_runtime.model.checkpoint.probe import probe_layers
 from foveal_runtime.model.layers import last_layer
 from foveal_runtime.model.layers.last_layer import LastLayer
 
-pytestmark = pytest.mark.model
 SHORT = ["llama", "mistral_sliding", "llava", "idefics3", "internvl", "paligemma", "qwen3_moe"]
 WHOLE = ["gemma2_softcap", "gpt_oss_sinks", "cohere2", "llama4_text", "gemma3", "qwen3_vl"]
 

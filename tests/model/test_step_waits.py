@@ -16,8 +16,6 @@ from foveal_runtime.model.device import Device, Fetch
 from foveal_runtime.plan.sampling import SamplingParams
 from tests.support.models.rerun_capturer import RerunCapturer
 
-pytestmark = pytest.mark.model
-
 # Calls that read a tensor's numbers, or make one of host numbers by a copy that waits.
 WAITING_CALLS = {
     "item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "masked_select", "unique", "equal",

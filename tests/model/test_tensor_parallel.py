@@ -29,8 +29,6 @@ from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire import codec
 from foveal_runtime.wire.messages import RequestBody
 
-pytestmark = pytest.mark.model
-
 
 def jobs_of(one) -> list:
     kinds = [(kind, 7 + kind) for kind in one.case.items]

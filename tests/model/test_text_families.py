@@ -11,8 +11,6 @@ import transformers
 
 from foveal_runtime.plan.errors import StartupError
 
-pytestmark = pytest.mark.model
-
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 32,

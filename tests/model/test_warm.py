@@ -14,8 +14,6 @@ from foveal_runtime.model.device import Device
 from foveal_runtime.model.runner import traits
 from foveal_runtime.model.runner.encoder import EncoderStore
 
-pytestmark = pytest.mark.model
-
 CPU = Device(torch.device("cpu"))
 
 

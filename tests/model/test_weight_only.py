@@ -27,7 +27,7 @@ from tests.support.models.compiled import NEEDS_KERNEL, params_of, paths_of
 from tests.support.models.decoders import made_of
 from tests.support.models.quantised import make
 
-pytestmark = [pytest.mark.model, NEEDS_KERNEL]
+pytestmark = NEEDS_KERNEL
 KINDS = ["int8", "int4"]
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 """Of the largest result: the order of sums; in bfloat16 its rounding."""

@@ -26,8 +26,6 @@ from tests.support.models.compiled import NEEDS_KERNEL, NEEDS_PACKING
 from tests.support.models.rerun_capturer import RerunCapturer
 from tests.support.models.scheduled_bench import Engine, converse, goes_on_elsewhere
 
-pytestmark = pytest.mark.model
-
 NUM_WINDOW_BLOCKS = 40
 FAMILIES = (
     "gemma2_softcap", "gpt_oss_sinks", "cohere2", "llama4_text", "gemma3", "gemma4",

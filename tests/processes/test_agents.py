@@ -21,7 +21,6 @@ PYTHON = Path(os.environ.get("FOVEAL_AGENTS", ROOT / ".venv" / "agents")) / "bin
 SCRIPT = ROOT / "tests" / "support" / "processes" / "agents.py"
 
 pytestmark = [
-    pytest.mark.processes,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the agents"),
 ]

@@ -20,7 +20,7 @@ from e2e.assembled import assemble, evaluate, images, speech, wordings
 from tests.support import packages
 from tests.support.models import smollm2
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
 MIB = 1024**2
 NUM_ITEMS = 16
 LEAST_SHARE = 0.75

@@ -10,7 +10,7 @@ import pytest
 
 from foveal_runtime.bench.report import Report
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900), pytest.mark.extended]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.extended]
 
 
 def test_the_cache_scenarios_hit_the_caches_they_name(shared, tmp_path):

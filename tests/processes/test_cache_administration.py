@@ -16,7 +16,7 @@ import pytest
 
 from foveal_runtime.wire.item import pack_item
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 INJECT = "/v1/media/items"
 RESETS = ("/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache")

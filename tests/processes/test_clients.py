@@ -17,7 +17,7 @@ from evaluate import to_request
 
 from tests.support.markdown import ROOT, split
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_openai_sync_streaming_and_not(client, samples, longest_reply):

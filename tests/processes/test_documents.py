@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.support.pdf_files import pdf_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def image_of(part):

@@ -12,7 +12,7 @@ import openai
 import pytest
 from evaluate import to_request
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 TEXTS = ["How many shapes are there?", "Describe the image.", "a blue circle"]
 
 

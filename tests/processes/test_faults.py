@@ -22,7 +22,7 @@ import pytest
 
 from foveal_runtime.main.launcher import Child, LocalDeployment
 
-pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(7200)]
 
 NUM_FAULTS = int(os.environ.get("FOVEAL_FAULTS", "20"))
 SEED = int(os.environ.get("FOVEAL_SEED", "1"))

@@ -45,7 +45,6 @@ OFFLINE = {
 }  # fmt: skip
 
 pytestmark = [
-    pytest.mark.processes,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not PYTHON.exists(), reason="`make clients` installs the clients"),
 ]

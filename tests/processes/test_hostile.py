@@ -39,7 +39,7 @@ from tests.support.processes.mutations import (
 )
 from tests.support.processes.pictures import answer_of, question
 
-pytestmark = [pytest.mark.processes, pytest.mark.hostile, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.hostile, pytest.mark.timeout(3000)]
 
 LIVEZ_SECONDS = float(os.environ.get("FOVEAL_LIVEZ_SECONDS", "2"))
 PICTURES = 6

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1200)]
 
 
 def pages(url: str) -> str:

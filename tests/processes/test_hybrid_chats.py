@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.support.models import tiny_checkpoints, tiny_mamba
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1200)]
 NUM_TURNS, NUM_TOKENS = 4, 12
 
 

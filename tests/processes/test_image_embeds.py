@@ -8,7 +8,7 @@ import httpx
 import pytest
 from evaluate import to_request
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

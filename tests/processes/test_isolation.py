@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 HEADER = "X-Tenant"  # of the deployment `shared`
 CACHES = {

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 PROMPT = list(range(5, 45))
 NUM_OUTPUTS = 8

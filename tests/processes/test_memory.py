@@ -28,7 +28,7 @@ from foveal_runtime.plan.config import MIB, Admission, ModalitiesConfig, Modalit
 from foveal_runtime.plan.profile import decode
 from foveal_runtime.telemetry.memory import taken_bytes
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SIDE, NUM_CLIENTS, NUM_REQUESTS = 1024, 8, 800
 INPUTS = BudgetInputs(

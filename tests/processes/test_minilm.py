@@ -14,7 +14,7 @@ from foveal_runtime.main.local.serve import find_profile
 from tests.support import packages
 from tests.support.models import minilm
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1200)]
 LONG = "the cat sat on the mat and looked at the moon " * 40
 TEXTS = [
     "A man is eating food.",

@@ -17,7 +17,7 @@ import pytest
 from foveal_runtime.main.launcher import LocalDeployment
 from tests.support.processes.poisonable import MARKER
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 NUM_STREAMS = 64
 NUM_TOKENS = 900

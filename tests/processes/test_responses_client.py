@@ -9,7 +9,7 @@ import openai
 import pytest
 from evaluate import to_request
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["shape", "count"],
     "properties": {

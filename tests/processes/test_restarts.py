@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 
 def pid_of(name: str, launcher: int) -> int:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "examples/tiny-vlm/images/digit-7.png"
 REFERENCE = "foveal/tiny-vlm"
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 
 def is_listening(port: int) -> bool:

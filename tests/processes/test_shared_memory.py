@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 MIB = 1024**2
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 NUM_KILLS = int(os.environ.get("FOVEAL_JSON_KILLS", "3"))
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600 + 100 * NUM_KILLS)]
+pytestmark = pytest.mark.timeout(600 + 100 * NUM_KILLS)
 
 
 class Line(BaseModel):

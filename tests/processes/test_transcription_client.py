@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.models.tiny_media import save_tiny_audio
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 NAME = "tiny-audio"
 NUM_TOKENS = 24
 

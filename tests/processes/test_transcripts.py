@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.support.processes.transcripts import browser_agent, coding_agent, requests_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 BLOCK_TOKENS = 16
 
 

@@ -11,7 +11,7 @@ from evaluate import reply_of
 from scenes import draw_scene, to_data_url
 from structured import tool
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 TOOLS = [tool("look"), tool("compare")]
 OBJECT = {
     "type": "object", "additionalProperties": False, "required": ["place", "colour", "shape"],

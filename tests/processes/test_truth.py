@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 OPTIONS = [

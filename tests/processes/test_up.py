@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = sorted((ROOT / "examples/tiny-vlm/images").glob("*.png"))[0]
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def request(**more):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.extended, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1200)]
 
 
 def ask(asker, seed: int) -> str:

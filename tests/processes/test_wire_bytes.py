@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.processes.relay import Relay
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 MAX_EXTRA_BYTES = 128
 ROUNDS = 8

@@ -30,7 +30,6 @@ BLOCK = 4
 WAIT_SECONDS = 60.0
 
 pytestmark = [
-    pytest.mark.processes,
     pytest.mark.extended,
     pytest.mark.skipif(
         not list(CLIENTS.glob("lib/python*/site-packages/dynamo/indexer")),

@@ -16,7 +16,6 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 MARKS = [
-    pytest.mark.processes,
     pytest.mark.timeout(900),
     pytest.mark.extended,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),

@@ -9,10 +9,7 @@ from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.wire.item import view_item
 from tests.support.media_files import mp4, png, wav
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own processors
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 
 def test_processor_options_change_the_item(loaded):

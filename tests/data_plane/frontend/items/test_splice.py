@@ -19,10 +19,7 @@ from foveal_runtime.plan.media import MODALITIES
 from foveal_runtime.wire.item import view_item
 from tests.support.media_files import mp4, png, wav
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own processors
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 IMAGES = [
     "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",

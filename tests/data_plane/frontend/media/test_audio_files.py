@@ -115,7 +115,6 @@ def load(tmp_path: Path) -> Callable[[str], Any]:
     return find
 
 
-@pytest.mark.model
 @pytest.mark.parametrize("name", ["qwen2_audio", "gemma3n", "gemma4"])
 def test_audio_that_a_processor_would_cut_off_is_refused(
     load: Callable[[str], Any], name: str
@@ -128,7 +127,6 @@ def test_audio_that_a_processor_would_cut_off_is_refused(
     assert view_item(processor.process(2, heard, {})).header.embed_runs
 
 
-@pytest.mark.model
 @pytest.mark.parametrize("name", ["audioflamingo3", "voxtral", "gemma4_unified"])
 def test_audio_that_a_processor_takes_whole_is_not(load: Callable[[str], Any], name: str) -> None:
     processor = load(name)
@@ -139,7 +137,6 @@ def test_audio_that_a_processor_takes_whole_is_not(load: Callable[[str], Any], n
     assert counts[1] > counts[0]
 
 
-@pytest.mark.model
 def test_audio_of_which_nothing_is_left_is_refused(load: Callable[[str], Any]) -> None:
     """Gemma 3n's processor made no features of ten milliseconds, and 188 tokens for them."""
     processor = load("gemma3n")

@@ -17,10 +17,7 @@ from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
 from foveal_runtime.wire.item import meta_of, read_header
 from tests.support import tiny_processors
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own processors
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 PIXELS = 90_000
 LIMITS = ModalitiesConfig(

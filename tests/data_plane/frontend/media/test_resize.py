@@ -42,7 +42,6 @@ def test_a_smaller_image_stays_as_it_is_and_the_limit_still_refuses() -> None:
     assert fitted(4000, 3000, 0) == (4000, 3000)
 
 
-@pytest.mark.model
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_items_of_another_size_are_other_items(tmp_path: Path) -> None:
     """Their keys differ, or a cache would give an image of the wrong size."""
@@ -52,7 +51,6 @@ def test_items_of_another_size_are_other_items(tmp_path: Path) -> None:
     assert identities[0] == identities[1] != identities[2]
 
 
-@pytest.mark.model
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_of_a_long_video_evenly_spread_frames_are_kept(tmp_path: Path) -> None:
     """A video that the processor sampled more frames of than the limit was refused."""

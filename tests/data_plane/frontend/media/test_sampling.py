@@ -17,10 +17,7 @@ from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.wire.item import view_item
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own processors
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
 Load = Callable[[str], Any]
 
