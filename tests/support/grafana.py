@@ -49,12 +49,15 @@ def cluster_files() -> dict[str, str]:
 
 
 def resource_file() -> tuple[str, str]:
-    """The overview of one resource, with tokens that manifests/monitoring.py fills in."""
+    """The overview of one resource, with tokens that manifests/monitoring.py fills in. In one line,
+    since each resource has a ConfigMap of it; people read and review the chart's
+    foveal-overview.json, which is the same otherwise."""
     pinned = msgspec.structs.replace(
         OVERVIEW, uid="foveal-@id@", title="Foveal / @namespace@ / @resource@"
     )
     chosen = {"namespace": "@namespace@", "resource": "@resource@"}
-    return "foveal-resource.json", draw(pinned, chosen)
+    drawn = json.loads(draw(pinned, chosen))
+    return "foveal-resource.json", json.dumps(drawn, separators=(",", ":")) + "\n"
 
 
 def draw(board: Board, chosen: dict[str, str] | None = None) -> str:
