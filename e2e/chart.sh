@@ -99,8 +99,7 @@ if promtool=$(tool promtool); then
   PATH=$TOOLS:$PATH "$python" -m pytest -q --timeout 600 tests/control_plane/observability/test_alert_rules.py
 else skip "promtool cannot be built"; fi
 
-say "GitOps: kstatus itself, health.lua by Argo CD's own package, healthCheckExprs by Flux's"
-tool gitops-verdicts >/dev/null || skip "gitops-verdicts cannot be built"
+say "GitOps: health.lua by Argo CD's own package, kstatus and healthCheckExprs by Flux's"
 tool argo-health >/dev/null || skip "argo-health cannot be built"
 tool flux-health >/dev/null || skip "flux-health cannot be built"
 "$python" -m pytest -q tests/control_plane/chart/test_gitops.py

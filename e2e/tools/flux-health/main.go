@@ -1,9 +1,9 @@
-// flux-health says what Flux concludes from objects by the healthCheckExprs of a Kustomization: its
-// own evaluator, as the kustomize-controller calls it.
+// flux-health says what Flux concludes from objects: by kstatus alone, and by the healthCheckExprs of a
+// Kustomization, in its own evaluator, as the kustomize-controller calls it.
 //
 //	flux-health models.yaml testdata/*.yaml
 //
-// prints a line for each file: its name, the verdict.
+// prints a line for each file: its name, kstatus's verdict, that of the expressions.
 package main
 
 import (
@@ -53,12 +53,17 @@ func run(args []string) error {
 		if err := object.UnmarshalJSON(document); err != nil {
 			return fmt.Errorf("%s: %w", file, err)
 		}
+		generic, err := status.Compute(object)
+		if err != nil {
+			return fmt.Errorf("%s: %w", file, err)
+		}
 		verdict, err := evaluate(kustomization.Spec.HealthCheckExprs, object)
 		if err != nil {
 			fmt.Fprintf(os.Stderr, "%s: %v\n", file, err)
 			verdict = status.UnknownStatus.String() // what the controller makes of it: it waits
 		}
-		fmt.Printf("%s\t%s\n", strings.TrimSuffix(filepath.Base(file), ".yaml"), verdict)
+		name := strings.TrimSuffix(filepath.Base(file), ".yaml")
+		fmt.Printf("%s\t%s\t%s\n", name, generic.Status, verdict)
 	}
 	return nil
 }
