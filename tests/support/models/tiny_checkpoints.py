@@ -62,7 +62,7 @@ class Case:
 
     config: Callable[[], Any]
     items: dict[int, Callable[[int], MediaItem]] = field(default_factory=dict)
-    forward_kwargs: Callable[[Prompt], dict[str, Any]] = lambda prompt: {}
+    forward_kwargs: Callable[[Prompt], dict[str, Any]] = lambda prompt: prompt.fields()
     budget: int = 17
     num_blocks: int = 128
     tolerance: float = 2e-5
@@ -152,10 +152,6 @@ def plain_item(count: int, fields: dict[str, torch.Tensor], token: int = IMG_TOK
     return MediaItem(modality, [token] * count, ((0, count),), fields)
 
 
-def mm_fields(prompt: Prompt) -> dict[str, Any]:
-    return dict(prompt.fields())
-
-
 LLAMA = {"model_type": "llama", **TEXT}
 QWEN2 = {"model_type": "qwen2", **TEXT}
 SIGLIP = {"model_type": "siglip_vision_model", **CLIP, "vision_use_head": False}
@@ -222,7 +218,6 @@ CASES: dict[str, Case] = {
     "llava": Case(
         _llava,
         {IMAGE: lambda seed: plain_item(16, {"pixel_values": noise(seed, 1, 3, 16, 16)})},
-        mm_fields,
     ),
 }
 

@@ -22,7 +22,6 @@ from tests.support.models.tiny_checkpoints import (
     MediaItem,
     Prompt,
     marked,
-    mm_fields,
     noise,
     plain_item,
     text_case,
@@ -103,7 +102,6 @@ CASES["lfm2_vl"] = Case(
         tie_word_embeddings=False,
     ),
     {IMAGE: flexible_item},
-    mm_fields,
 )
 CASES["lfm2"] = text_case("Lfm2Config", **LFM2)
 LFM3 = {
@@ -132,7 +130,6 @@ CASES["lfm3_vl"] = Case(
         **QWEN_TOKENS,
     ),
     {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, per_frame=True)},
-    mm_fields,
 )
 SLICE, SLICE_END, NEWLINE = 9, 10, 11
 

@@ -28,7 +28,6 @@ from tests.support.models.tiny_checkpoints import (
     Prompt,
     as_video,
     marked,
-    mm_fields,
     noise,
     plain_item,
     stacked,
@@ -183,7 +182,6 @@ CASES["internvl"] = Case(
         image_seq_length=4,
     ),
     {IMAGE: internvl_item, VIDEO: as_video(internvl_item)},
-    mm_fields,
 )
 
 
@@ -200,7 +198,6 @@ CASES["aya_vision"] = Case(
         image_token_index=IMG_TOKEN,
     ),
     {IMAGE: crops_item},
-    mm_fields,
 )
 CASES["cohere2_vision"] = Case(
     lambda: hf.Cohere2VisionConfig(
@@ -210,7 +207,6 @@ CASES["cohere2_vision"] = Case(
         alignment_intermediate_size=64,
     ),
     {IMAGE: crops_item},
-    mm_fields,
 )
 GOT_VISION = {
     "hidden_size": 16,
@@ -231,7 +227,6 @@ CASES["got_ocr2"] = Case(
         tie_word_embeddings=False,
     ),
     {IMAGE: lambda seed: plain_item(4, {"pixel_values": noise(seed, 1, 3, 128, 128)})},
-    mm_fields,
 )
 CASES["vipllava"] = Case(
     lambda: hf.VipLlavaConfig(
@@ -241,7 +236,6 @@ CASES["vipllava"] = Case(
         image_token_index=IMG_TOKEN,
     ),
     {IMAGE: lambda seed: plain_item(16, {"pixel_values": noise(seed, 1, 3, 16, 16)})},
-    mm_fields,
 )
 CASES["llama4"] = Case(
     lambda: hf.Llama4Config(
@@ -269,7 +263,6 @@ CASES["llama4"] = Case(
         image_token_index=IMG_TOKEN,
     ),
     {IMAGE: crops_item},
-    mm_fields,
 )
 CASES["lighton_ocr"] = Case(
     lambda: hf.LightOnOcrConfig(

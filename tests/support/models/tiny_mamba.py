@@ -16,7 +16,6 @@ from tests.support.models.tiny_checkpoints import (
     Case,
     MediaItem,
     marked,
-    mm_fields,
     noise,
     plain_item,
     text_case,
@@ -130,7 +129,6 @@ CASES["nemotron_h_omni"] = Case(
         audio_token_id=AUD_TOKEN,
     ),
     {IMAGE: patches_item, AUDIO: mel_item},
-    mm_fields,
 )
 
 HEARING = {
@@ -180,5 +178,4 @@ CASES["nemo_speechlm"] = Case(
         audio_token_id=VOCAB,
     ),
     {AUDIO: spectrum_item},
-    mm_fields,
 )

@@ -20,7 +20,6 @@ from tests.support.models.tiny_checkpoints import (
     Case,
     MediaItem,
     marked,
-    mm_fields,
     noise,
 )
 from tests.support.models.tiny_grids import (
@@ -81,7 +80,6 @@ CASES["exaone4_5"] = Case(
         video_token_id=VID_TOKEN,
     ),
     {IMAGE: grid_item, VIDEO: video_item},
-    mm_fields,
 )
 CASES["cohere_compass"] = Case(
     lambda: hf.CohereCompassConfig(
@@ -125,7 +123,6 @@ CASES["hyperclovax_vision_v2"] = Case(
         video_token_id=VID_TOKEN,
     ),
     {IMAGE: grid_item, VIDEO: video_item},
-    mm_fields,
 )
 CASES["muse_glimmer"] = Case(
     lambda: hf.MuseGlimmerConfig(
@@ -148,7 +145,6 @@ CASES["muse_glimmer"] = Case(
         video_token_id=VID_TOKEN,
     ),
     {IMAGE: grid_item},
-    mm_fields,
 )
 CASES["cosmos3_edge"] = Case(
     lambda: hf.Cosmos3EdgeConfig(
@@ -194,7 +190,6 @@ CASES["kimi_k25"] = Case(
         video_token_id=VID_TOKEN,
     ),
     {IMAGE: square_patches},
-    mm_fields,
 )
 
 
@@ -209,5 +204,4 @@ CASES["video_llama_3"] = Case(
         text_config=QWEN2, vision_config={**CLIP, "hidden_size": 32}, **QWEN_TOKENS
     ),
     {IMAGE: sized_grid},
-    mm_fields,
 )

@@ -24,7 +24,6 @@ from tests.support.models.tiny_checkpoints import (
     MediaItem,
     Prompt,
     marked,
-    mm_fields,
     noise,
     plain_item,
     stacked,
@@ -60,7 +59,6 @@ CASES["deepseek_vl"] = Case(
         text_config=LLAMA, vision_config=SIGLIP, image_token_id=IMG_TOKEN, tie_word_embeddings=False
     ),
     {IMAGE: pixels()},
-    mm_fields,
 )
 
 
@@ -92,7 +90,6 @@ CASES["deepseek_vl_hybrid"] = Case(
         tie_word_embeddings=False,
     ),
     {IMAGE: two_resolutions},
-    mm_fields,
 )
 CASES["janus"] = Case(
     lambda: hf.JanusConfig(
@@ -122,7 +119,6 @@ CASES["janus"] = Case(
         tie_word_embeddings=False,
     ),
     {IMAGE: pixels()},
-    mm_fields,
 )
 CASES["qianfan_ocr"] = Case(
     lambda: hf.QianfanOCRConfig(
@@ -132,7 +128,6 @@ CASES["qianfan_ocr"] = Case(
         image_seq_length=4,
     ),
     {IMAGE: internvl_item},
-    mm_fields,
 )
 
 
@@ -152,7 +147,6 @@ CASES["aria"] = Case(
         image_token_index=IMG_TOKEN,
     ),
     {IMAGE: masked_pixels},
-    mm_fields,
 )
 CASES["llava_next_video"] = Case(
     lambda: hf.LlavaNextVideoConfig(
@@ -196,7 +190,6 @@ CASES["pp_chart2table"] = Case(
         text_config=QWEN2, vision_config=GOT_VISION, image_token_index=IMG_TOKEN, image_seq_length=4
     ),
     {IMAGE: lambda seed: plain_item(4, {"pixel_values": noise(seed, 1, 3, 128, 128)})},
-    mm_fields,
 )
 
 
@@ -257,7 +250,6 @@ CASES["ovis2"] = Case(
         tie_word_embeddings=False,
     ),
     {IMAGE: marked_tiles},
-    mm_fields,
 )
 
 
@@ -296,7 +288,6 @@ CASES["deepseek_ocr2"] = Case(
         image_token_id=IMG_TOKEN,
     ),
     {IMAGE: two_views},
-    mm_fields,
     budget=171,
     num_blocks=256,
 )

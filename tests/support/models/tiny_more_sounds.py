@@ -13,7 +13,6 @@ from tests.support.models.tiny_checkpoints import (
     TEXT,
     Case,
     MediaItem,
-    mm_fields,
     noise,
     plain_item,
 )
@@ -49,7 +48,6 @@ CASES["glmasr"] = Case(
         tie_word_embeddings=False,
     ),
     {AUDIO: glmasr_item},
-    mm_fields,
 )
 
 
@@ -85,7 +83,6 @@ CASES["fun_asr_nano"] = Case(
         tie_word_embeddings=False,
     ),
     {AUDIO: stacked_frames},
-    mm_fields,
 )
 
 
@@ -121,7 +118,6 @@ CASES["qwen3_asr"] = Case(
         tie_word_embeddings=False,
     ),
     {AUDIO: chunk_item},
-    mm_fields,
 )
 
 
@@ -152,5 +148,4 @@ CASES["moss_transcribe_diarize"] = Case(
         tie_word_embeddings=False,
     ),
     {AUDIO: windows},
-    mm_fields,
 )

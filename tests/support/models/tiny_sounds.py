@@ -13,7 +13,6 @@ from tests.support.models.tiny_checkpoints import (
     QWEN2,
     Case,
     MediaItem,
-    mm_fields,
     noise,
     plain_item,
 )
@@ -43,7 +42,6 @@ CASES["voxtral"] = Case(
         audio_token_id=AUD_TOKEN,
     ),
     {AUDIO: voxtral_item},
-    mm_fields,
 )
 
 
@@ -64,7 +62,6 @@ CASES["audioflamingo3"] = Case(
         audio_token_id=AUD_TOKEN,
     ),
     {AUDIO: lambda seed: sound_item(seed, "input_features_mask", 1 + seed % 2)},
-    mm_fields,
 )
 CASES["qwen2_audio"] = Case(
     lambda: hf.Qwen2AudioConfig(
@@ -81,5 +78,4 @@ CASES["qwen2_audio"] = Case(
         audio_token_index=AUD_TOKEN,
     ),
     {AUDIO: lambda seed: sound_item(seed, "feature_attention_mask", 1)},
-    mm_fields,
 )

@@ -25,7 +25,6 @@ from tests.support.models.tiny_checkpoints import (
     MediaItem,
     Prompt,
     marked,
-    mm_fields,
     noise,
     plain_item,
 )
@@ -49,7 +48,6 @@ CASES["fast_vlm"] = Case(  # timm's FastViT
         image_token_index=IMG_TOKEN,
     ),
     {IMAGE: lambda seed: plain_item(4, {"pixel_values": noise(seed, 1, 3, 64, 64)})},
-    mm_fields,
 )
 
 
@@ -221,7 +219,6 @@ CASES["step3p7"] = Case(
         image_token_id=IMG_TOKEN,
     ),
     {IMAGE: two_views},
-    mm_fields,
 )
 
 
@@ -259,5 +256,4 @@ CASES["granite4_vision"] = Case(
         tie_word_embeddings=False,
     ),
     {IMAGE: tiled_item},
-    mm_fields,
 )
