@@ -194,6 +194,24 @@ def test_greedy_obeys_masks_penalties_and_bias() -> None:
     assert [s.token_id for s in out] == [want for _, want in cases]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"min_tokens": 3, "stop_token_ids": (0, 4)},
+        {"bad_words": ((0,), (4,))},
+        {"repetition_penalty": 2.0},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_every_option_reaches_the_first_token_and_ignores_ids_behind_the_last(changes) -> None:
+    """A logit between 0 and 1 counts as positive for the repetition penalty."""
+    logits = torch.tensor([[0.5, 0.4, 0.0, -1.0]])
+    sequence = Sequence(options(temperature=0, **changes), [0, 4], [0, 4])
+    assert SAMPLER.sample(logits, [sequence])[0].token_id == 1
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0, 30.0])
 def test_both_ways_to_find_a_nucleus_agree(scale: float) -> None:
     """Flat, peaked and tied distributions, with zeros as filters leave them."""
@@ -219,6 +237,9 @@ def test_a_wide_nucleus_has_the_right_size() -> None:
 def test_top_k_keeps_ties_and_tiny_temperature_is_greedy() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     assert set(draw_many(logits, options(top_k=2), 200)) == {0, 1, 2}
+    spread = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    assert set(draw_many(spread, options(top_k=1), 50)) == {0}
+    assert set(draw_many(spread, options(top_k=2, top_p=0.7), 200)) == {0, 1}, "of what is left"
     sharp = random_logits(1, 100, seed=2)
     got = draw_many(sharp, options(temperature=1e-6), 50)
     assert set(got) == {int(sharp.argmax())}
@@ -321,8 +342,8 @@ def test_nothing_to_sample() -> None:
 
 def test_only_allowed_tokens_are_chosen_and_bad_words_are_not_completed():
     logits = random_logits(1, 20)[0]
-    allowed = options(temperature=2.0, allowed_token_ids=(4, 7, 99))
-    assert set(draw_many(logits, allowed, 200)) == {4, 7}
+    allowed = options(temperature=2.0, allowed_token_ids=(0, 7, 20))
+    assert set(draw_many(logits, allowed, 200)) == {0, 7}
     best = int(logits.argmax())
     first = Sequence(options(temperature=0, bad_words=((best,),)))
     assert SAMPLER.sample(logits[None], [first])[0].token_id != best
