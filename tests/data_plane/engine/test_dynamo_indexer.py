@@ -42,9 +42,6 @@ pytestmark = [
 def stream() -> Iterator[EventStream]:
     made = EventStream("tcp://127.0.0.1:0", topic=b"", first=0)
     made.start()
-    deadline = time.monotonic() + WAIT_SECONDS
-    while made.endpoint.endswith(":0") and time.monotonic() < deadline:
-        time.sleep(0.05)
     yield made
     made.close()
 
@@ -78,7 +75,6 @@ def held(stream: EventStream) -> Iterator[Callable[[list[int]], int]]:
 
     try:
         wait(listens)
-        time.sleep(0.5)  # a subscription takes a moment to arrive at the publisher
         yield held
     finally:
         process.terminate()
@@ -103,6 +99,15 @@ def test_a_router_finds_the_prefix_that_an_engine_holds(
         engine.up(frontend, frontend.request((name, 0), prompt))
         engine.run()
 
+    probes: list[list[int]] = []
+
+    def is_subscribed() -> bool:
+        """The subscription arrives here some time after the indexer says that it listens."""
+        probes.append([1000 + len(probes)] * 8)
+        serve(f"probe{len(probes)}", probes[-1])
+        return any(held(probe) for probe in probes)
+
+    wait(is_subscribed)
     prompt = list(range(1, 17))
     serve("first", prompt)
     wait(lambda: held(prompt) == 16)
