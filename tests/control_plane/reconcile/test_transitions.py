@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from foveal_operator.kube.kinds import INFERENCE
+from foveal_operator.kube.kinds import INFERENCE, KINDS
 from foveal_operator.kube.types import Obj
 from foveal_runtime.plan.quantity import parse_bytes
 from tests.support.api_server_rules import problems
@@ -177,6 +177,25 @@ async def test_the_basis_of_some_nodes_is_none_of_others() -> None:
     after = {**LEGAL["gpu"]["spec"]}
     assert "nodeSelector" in after["engine"]["podTemplate"]["spec"]
     await there_and_back(LEGAL["minimal"]["spec"], after)
+
+
+async def test_larger_devices_restart_nothing_and_serve_what_needs_them() -> None:
+    """Plans rest on the nodes of the first day, until only those of today can carry the spec."""
+    instant_cluster = InstantCluster()
+    spec = {**LEGAL["minimal"]["spec"], "engine": {}}
+    await instant_cluster.become(spec)
+    engine = f"StatefulSet/{NAME}-engine"
+    first = instant_cluster.objects()[engine]
+    [nodes] = (kind for kind in KINDS if kind.name == "Node")
+    larger = {"nvidia.com/gpu.memory": "163840"}
+    instant_cluster.cluster.edit(
+        nodes, "", "node", lambda body: body["metadata"]["labels"].update(larger)
+    )
+    await instant_cluster.kit.operator.inventory.refresh()
+    await instant_cluster.become({**spec, "frontend": {"replicas": 2}})
+    assert instant_cluster.objects()[engine] == first
+    await instant_cluster.become({**spec, "engine": {"accelerator": {"memory": "96Gi"}}})
+    assert instant_cluster.condition("BudgetFits")[0] == "True"
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu"])
