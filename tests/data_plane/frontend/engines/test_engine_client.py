@@ -229,6 +229,7 @@ async def test_items_larger_than_the_engine_are_refused():
     async with running(1, capacity_bytes=4096, staging_bytes=4096) as (_, client):
         with pytest.raises(MediaTooLarge):
             await collect(client, make_request("a", 1, side=64))
+        assert client.stats.mm_queries[0] == 1, "counted without an output"
 
 
 async def test_a_uuid_bound_elsewhere_is_a_conflict():
@@ -266,8 +267,8 @@ async def test_mirrors_can_be_compared_with_engines():
         assert sum(view.num_confirmed for view in client.mirrors().values()) == 2
 
 
-async def test_every_address_behind_a_name_is_an_engine():
-    scripted = ScriptedEngines(2)
+async def test_every_address_behind_a_name_is_an_engine_beside_those_with_an_address():
+    scripted = ScriptedEngines(3)
     answers = [["10.0.0.1", "10.0.0.2"]]
     scripted.hubs = {f"tcp://10.0.0.{i + 1}:5570": h for i, h in enumerate(scripted.hubs.values())}
 
@@ -279,14 +280,17 @@ async def test_every_address_behind_a_name_is_an_engine():
 
     config = FrontendConfig(
         model=ModelConfig(path="/nowhere"),
-        engines=(EngineAddress(endpoint="tcp://engines.svc:5570", dns=True),),
+        engines=(
+            EngineAddress(endpoint="tcp://engines.svc", dns=True),
+            EngineAddress(endpoint="tcp://10.0.0.3:5570"),
+        ),
     )
     client = EngineClient(
         config, NS, resolve=resolve,
         open_transport=lambda endpoint: scripted.hubs[endpoint].connect(client.frontend_id),
     )  # fmt: skip
     await client.start()
-    await until(lambda: client.num_ready_engines() == 2)
+    await until(lambda: client.num_ready_engines() == 3)
     request = make_request("a", 1)
     assert await collect(client, request) == expected(request)
     await client.close()
@@ -327,6 +331,9 @@ async def test_injected_values_are_offered_and_then_believed():
         await collect(client, request)
         assert request.items[0].source.asked == 0
         assert client.stats.mm_hits[0] == 1
+        for key in (b"b" * 32, b"c" * 32):
+            client.put([SendItem(key, len(data))], {key: SendValue(data, digest(data))})
+        assert all(link.sender.inflight_bytes for link in client.links()), "to the most room"
 
 
 async def test_series_of_engines_that_left_are_forgotten(start_input):
