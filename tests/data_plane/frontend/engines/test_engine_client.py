@@ -78,7 +78,7 @@ async def test_a_value_that_cannot_be_made_fails_only_its_request():
 
 
 async def test_held_only_media_goes_to_its_holder_or_fails_clearly():
-    async with running(2) as (scripted, client):
+    async with running(2, wait_seconds=0.5) as (scripted, client):
         await collect(client, make_request("a", 1))
         home = scripted.taken()[0]
         request = make_request("b", 1)
@@ -89,6 +89,10 @@ async def test_held_only_media_goes_to_its_holder_or_fails_clearly():
         lost.items[0].is_held_only = True
         with pytest.raises(MediaUnknown):
             await collect(client, lost)
+        scripted.transports[home].cut()
+        await until(lambda: client.num_ready_engines() == 1)
+        with pytest.raises(MediaUnknown, match="send it again"):  # its holder may be back: not yet
+            await collect(client, request)
 
 
 async def test_abort_reaches_the_engine_and_releases():
