@@ -87,8 +87,9 @@ $(VENV)/clients/.done $(VENV)/agents/.done: $(VENV)/%/.done: $(VENV)/.uv require
 	@$(UV) pip install --quiet --python $(VENV)/$*/bin/python --require-hashes -r requirements/$*.txt
 	@touch $@
 clients: $(VENV)/.dev $(VENV)/clients/.done $(VENV)/agents/.done ## other projects' clients and agents, unmodified, against real processes (minutes)
-	@OMP_WAIT_POLICY=passive timeout 1200 $(VENV)/bin/pytest -q tests/processes/test_foreign_clients.py \
-	  tests/processes/test_agents.py tests/data_plane/engine/test_dynamo_indexer.py
+	@OMP_WAIT_POLICY=passive FOVEAL_LLM_D=1 timeout 1200 $(VENV)/bin/pytest -q \
+	  tests/processes/test_foreign_clients.py tests/processes/test_agents.py \
+	  tests/data_plane/engine/test_dynamo_indexer.py tests/data_plane/engine/test_llm_d_decoder.py
 
 coverage: $(VENV)/.dev ## lines of operator/ that tests without a cluster run; less than 90 % fails (minutes)
 	@OMP_WAIT_POLICY=passive timeout 1800 $(VENV)/bin/coverage run --source=operator/src -m pytest -q \

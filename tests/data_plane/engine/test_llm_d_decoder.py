@@ -1,7 +1,6 @@
 """Cache events as llm-d's router decodes them: its own files, unmodified, compiled by Go.
 
-FOVEAL_LLM_D names a checkout of llm-d-kv-cache (v0.8.1 was read). No target sets it: without it
-this is skipped, which `.ci/run` names at its end.
+`make clients` runs it, where Go is; the files come from Go's module proxy, checked by hash.
 """
 
 from __future__ import annotations
@@ -21,17 +20,19 @@ from foveal_runtime.engine.events.vllm import VllmEventLog
 from tests.support.engine_core_rig import A, B, Engine
 from tests.support.vllm_event_reader import VllmEventReader
 
-CHECKOUT = os.environ.get("FOVEAL_LLM_D", "")
+MADE = f"{os.environ.get('FOVEAL_E2E', '/var/tmp/foveal-e2e')}/go/bin"  # by e2e/cluster/build.sh
+GO = shutil.which("go", path=os.pathsep.join([os.environ["PATH"], MADE])) or ""
 pytestmark = [
     pytest.mark.extended,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
-        not (CHECKOUT and shutil.which("go")),
-        reason="llm-d's decoder: FOVEAL_LLM_D names no checkout, or Go is missing",
+        not (GO and "FOVEAL_LLM_D" in os.environ),
+        reason="llm-d's decoder: `make clients` compiles it, with Go 1.26 or newer",
     ),
 ]
 BLOCK = 4
 MODULE = "github.com/llm-d/llm-d-kv-cache"
+VERSION, SUM = "v0.8.1", "h1:zYf2c+vtiikGneWSGf2wgaZdzaqhF+EG6FdylfznsLU="
 FILES = ("events.go", "engineadapter/vllm_adapter.go", "engineadapter/common.go")
 PROGRAM = """
 package main
@@ -74,17 +75,25 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program. Only the decoder's own files: the rest of the package needs all of Kubernetes'
     client."""
     folder: Path = tmp_path_factory.mktemp("llm-d")
+
+    def go(*arguments: str) -> bytes:
+        command = [GO, *arguments]
+        return subprocess.run(
+            command, cwd=folder, check=True, timeout=240, stdout=subprocess.PIPE
+        ).stdout
+
+    theirs = json.loads(go("mod", "download", "-json", f"{MODULE}@{VERSION}"))
+    assert theirs["Sum"] == SUM
     for name in FILES:
         target = folder / "pkg/kvevents" / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(CHECKOUT, "pkg/kvevents", name), target)
-    theirs = Path(CHECKOUT, "go.mod").read_text()
-    found = re.search(r"github.com/vmihailenco/msgpack/v5 v\S+", theirs)
+        shutil.copyfile(Path(theirs["Dir"], "pkg/kvevents", name), target)
+    found = re.search(r"github.com/vmihailenco/msgpack/v5 v\S+", Path(theirs["GoMod"]).read_text())
     assert found
     (folder / "go.mod").write_text(f"module {MODULE}\n\ngo 1.25.0\n\nrequire {found[0]}\n")
     (folder / "main.go").write_text(PROGRAM)
-    for command in (["go", "mod", "tidy"], ["go", "build", "-o", "decoder", "."]):
-        subprocess.run(command, cwd=folder, check=True, timeout=240)
+    go("mod", "tidy")
+    go("build", "-o", "decoder", ".")
     return folder / "decoder"
 
 
