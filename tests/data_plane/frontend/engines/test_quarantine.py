@@ -9,6 +9,7 @@ from foveal_runtime.frontend.engines.quarantine import Quarantine
 from foveal_runtime.frontend.engines.run import EngineRun
 from foveal_runtime.frontend.http.monitoring.metrics_source import media_source
 from foveal_runtime.frontend.items.prepared import PreparedRequest
+from foveal_runtime.mirror.messages import Death, Refusals
 from foveal_runtime.plan.errors import EngineFailure, RequestQuarantined
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.telemetry.metrics import Metrics
@@ -196,6 +197,27 @@ def test_the_quarantine_ends_and_is_bounded(monkeypatch):
             EngineRun(PreparedRequest("d", [number], [], [], SamplingParams(max_tokens=4)))
         )
     assert len(quarantine) == 2
+
+
+def test_clocks_of_others_that_are_ahead_neither_lengthen_nor_keep_a_refusal():
+    quarantine = Quarantine(seconds=10.0, clock=lambda: 4.0)
+    quarantine.on_death(("e", 1), Death(1, 100.0, (b"told",), is_own=True))
+    quarantine.book.join(Refusals(entries=((b"shared", 2.0, ""),)))
+    assert {held.key: held.seconds_left for held in quarantine.held()} == {
+        b"told": 10.0, b"shared": 8.0,
+    }  # fmt: skip
+    quarantine.book.join(Refusals(entries=((b"ahead", 90.0, ""),)))
+    assert quarantine.clear() == 3
+    assert not quarantine.held()
+
+
+def test_an_engine_that_nobody_reaches_is_dead_once_a_turn_is_over():
+    quarantine, run, now = Quarantine(turn_seconds=30.0), EngineRun(poisoned("a")), time.monotonic()
+    fates = [
+        quarantine.fate_of(run, ("e", 1), now - seconds, None, may_tell=False)
+        for seconds in (0, 25, 31)
+    ]
+    assert fates == ["unknown", "unknown", "dead"]
 
 
 async def test_the_wait_after_a_second_loss_is_no_busy_loop(monkeypatch):
