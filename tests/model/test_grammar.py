@@ -119,6 +119,16 @@ def test_min_tokens_is_obeyed_where_the_grammar_lets_it(sampler):
     assert len(sequence.output_token_ids) > 9
 
 
+def test_an_output_ends_as_soon_as_the_model_wants_and_the_grammar_allows(sampler):
+    wants_end = torch.zeros(1, VOCAB)
+    wants_end[0, EOS] = 9.0
+    sequence = Sequence(options(grammar_of("regex", "[ab]{2,20}"), temperature=0))
+    for _ in range(3):
+        token = sampler.sample(wants_end, [sequence])[0].token_id
+        sequence.output_token_ids.append(token)
+    assert [token == EOS for token in sequence.output_token_ids] == [False, False, True]
+
+
 def test_nothing_ends_within_reasoning_that_an_answer_must_follow(tmp_path):
     """Regression: reasoning may hold any token, the end among them: the model ended there, and a
     bound answer was empty text that "stop" called complete."""
