@@ -31,6 +31,8 @@ class Work:
         self.starts = 0
         self.cancels = 0
         self.gate = asyncio.Event()
+        self.death = asyncio.Event()
+        self.death.set()
         self.error: Exception | None = None
 
     async def __call__(self) -> str:
@@ -39,6 +41,7 @@ class Work:
             await self.gate.wait()
         except asyncio.CancelledError:
             self.cancels += 1
+            await self.death.wait()
             raise
         if self.error is not None:
             raise self.error
@@ -74,13 +77,19 @@ async def test_a_cancelled_caller_does_not_cancel_the_others():
 
 async def test_the_last_one_out_cancels_and_a_newcomer_starts_afresh():
     flights, work = SingleFlight(), Work()
+    work.death.clear()
     task = asyncio.create_task(flights.run("k", work))
     await settle()
     task.cancel()
     await settle()
     assert work.cancels == 1
+    newcomer = asyncio.create_task(flights.run("k", work))
+    await settle()
+    work.death.set()  # only now the first work is over
+    await settle()
+    assert len(flights) == 1
     work.gate.set()
-    assert await flights.run("k", work) == "done"
+    assert await newcomer == "done"
     assert work.starts == 2
 
 

@@ -51,8 +51,7 @@ class SingleFlight(Generic[K, V]):
             flight.joined -= 1
             if flight.joined == 0 and not flight.task.done():
                 # Nobody waits any more; a newcomer must start afresh, not join what is dying.
-                if self._flights.get(key) is flight:
-                    del self._flights[key]
+                del self._flights[key]
                 flight.task.cancel()
 
     def _landed(self, key: K, task: asyncio.Task[V]) -> None:
