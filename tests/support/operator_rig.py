@@ -44,10 +44,11 @@ def with_claim(cluster: FakeCluster) -> FakeCluster:
     return cluster
 
 
-def default_settings(image: str) -> Settings:
+def default_settings(image: str, version: str = "") -> Settings:
     """As without any flag: the rules and dashboards that are built in."""
     return Settings(
         runtime_image=image,
+        version=version,
         rule_groups=resource_rule_groups(),
         dashboards=resource_dashboards(),
     )
@@ -57,6 +58,7 @@ class NoEngine:
     """The kit hands events over itself."""
 
     is_alive = True
+    failure = ""
 
     def start(self) -> None: ...
 
@@ -64,6 +66,9 @@ class NoEngine:
 
     def lookup_silent(self) -> tuple[str, ...]:
         return ()
+
+    def was_refused(self) -> bool:
+        return False
 
 
 class Kit:
@@ -74,6 +79,7 @@ class Kit:
         cluster: FakeCluster | None = None,
         *,
         image: str = "foveal/runtime:1",
+        version: str = "",
         namespaces: tuple[str, ...] = (),
     ) -> None:
         self.cluster = cluster or with_claim(FakeCluster(missing=OPTIONAL_KINDS))
@@ -82,7 +88,7 @@ class Kit:
         self.reports = PodReports()
         self.operator = Operator(
             self.cluster,
-            Options(settings=default_settings(image), namespaces=namespaces),
+            Options(settings=default_settings(image, version), namespaces=namespaces),
             self.telemetry,
             clock=self.time.clock,
             observe_pods=self._observe,

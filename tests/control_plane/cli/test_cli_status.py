@@ -104,6 +104,15 @@ def test_a_formula_is_never_cut_off(width: int) -> None:
     assert [one for one in formulas if " ".join(one.split()) not in flat] == []
 
 
+def test_pods_that_serve_and_are_too_old_are_explained() -> None:
+    """Only conditions that do not hold had their message shown."""
+    body = serving()
+    text = "2 of 2 serve; more than one minor release behind the operator (0.3.0): e-0 (0.1.2)."
+    old = {"type": "EnginesReady", "status": "True", "reason": "VersionSkew", "message": text}
+    body["status"]["conditions"].append(old)
+    assert "one minor release behind the operator" in status_text(body, NOW, Style())
+
+
 def test_a_status_of_an_older_generation_is_marked() -> None:
     text = status_text(serving(observedGeneration=2), NOW, Style())
     assert "has not seen generation 3 yet: what follows is about generation 2." in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
+from foveal_operator.common.logs import KopfsLines
 from foveal_operator.kube.cluster import Credentials
 from foveal_operator.kube.kinds import BY_NAME, KINDS, POD, SECRET, WATCHED, Kind
 from foveal_operator.kube.kopf_watch import EndlessBackoff, WatchEngine
@@ -106,6 +108,7 @@ async def test_an_engine_that_fails_ends_its_thread() -> None:
         one = engine(login=login)
         one.start()
         assert await asyncio.to_thread(ended, one)
+        assert one.failure
 
 
 def ended(one: WatchEngine) -> bool:
@@ -119,6 +122,7 @@ class StubEngine:
 
     def __init__(self) -> None:
         self.is_alive = True
+        self.failure = ""
         self.silent: tuple[str, ...] = ()
         self.is_stopped = False
 
@@ -129,6 +133,9 @@ class StubEngine:
 
     def lookup_silent(self) -> tuple[str, ...]:
         return self.silent
+
+    def was_refused(self) -> bool:
+        return False
 
 
 def keeper() -> tuple[WatchKeeper, list[StubEngine], FakeTime]:
@@ -175,3 +182,35 @@ def test_deaf_watches_are_named_and_replaced_after_a_minute() -> None:
     assert watches.restart_if_due()
     assert made[0].is_stopped
     assert watches.lookup_failure() == ""
+
+
+# --- its log -------------------------------------------------------------------------------------
+def told(*lines: tuple[str, float], error: Exception | None = None) -> list[str]:
+    """What the operator's log has of lines that kopf says at these times."""
+    found, only = [], KopfsLines()
+    for text, at in lines:
+        info = (type(error), error, None) if error else None
+        record = logging.LogRecord("kopf.x", logging.ERROR, "x.py", 1, text, (), info)
+        record.created = at
+        if only.filter(record):
+            found.append(record.getMessage())
+    return found
+
+
+def test_what_kopf_says_is_one_plain_line_a_minute() -> None:
+    """A deleted namespace was a line of 1,500 characters for each kind at each attempt."""
+    url = "https://10.0.0.1/api/v1/namespaces/a/pods"
+    retry = (
+        f"Request attempt #1 failed; will retry: GET {url}?watch=true -> APIForbiddenError('pods "
+        "is forbidden', {'kind': 'Status', 'code': 403}, status=403)"
+    )
+    line = f"asking again for {url}: pods is forbidden (told once a minute)"
+    assert told((retry, 0.0), (retry, 1.0), (retry, 59.0), (retry, 61.0)) == [line, line]
+    refused = f"Request attempt #1 failed; will retry: GET {url} -> OSError(111, 'refused')"
+    assert told((refused, 0.0)) == [
+        f"asking again for {url}: OSError(111, 'refused') (told once a minute)"
+    ]
+    assert told(("Watcher for pods has failed: gone", 0.0), error=OSError("gone")) == []
+    assert told(("Ignoring an unsupported event type", 0.0)) == [
+        "Ignoring an unsupported event type"
+    ]

@@ -30,6 +30,8 @@ async def no_reports(*_: Sequence[Obj]) -> PodReports:
 class FakeEngine:
     """Watches of a replica: up from the start, until the replica says otherwise."""
 
+    failure = ""
+
     def __init__(self, replica: Replica, kinds: tuple[Kind, ...]) -> None:
         self._replica, self._kinds = replica, kinds
 
@@ -45,6 +47,9 @@ class FakeEngine:
 
     def lookup_silent(self) -> tuple[str, ...]:
         return self._replica.silent
+
+    def was_refused(self) -> bool:
+        return False
 
 
 class Replica:

@@ -25,6 +25,10 @@ def test_events_tell_changes_that_ask_for_action_and_readiness() -> None:
         ("Warning", "OOMKilled"), ("Warning", "BudgetMisfit"),
     ]  # fmt: skip
     assert noteworthy(now, now) == []
+    old = [condition("EnginesReady", "True", "VersionSkew")]
+    assert [(kind, reason) for kind, reason, _ in noteworthy(old, ())] == [
+        ("Warning", "VersionSkew")
+    ]
     ready = [condition("Ready", "True", "Ready")]
     assert [(kind, reason) for kind, reason, _ in noteworthy(ready, now)] == [("Normal", "Ready")]
 

@@ -99,6 +99,9 @@ CLAIM_PENDING = Reason(
 )
 WAITING = Reason("Waiting")
 SERVING = Reason("Serving")
+VERSION_SKEW = Reason(
+    "VersionSkew", "Set spec.image to an image of the operator's release or the one before it."
+)
 SCALED_TO_ZERO = Reason("ScaledToZero")
 STARTING = Reason("Starting")
 ROLLING = Reason("Rolling")

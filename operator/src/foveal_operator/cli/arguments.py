@@ -10,7 +10,6 @@ import json
 import re
 import textwrap
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 import yaml
@@ -61,13 +60,6 @@ def add_command(
     )
     parser.set_defaults(run=run)
     return parser
-
-
-def installed_version(distribution: str, otherwise: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return otherwise
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:

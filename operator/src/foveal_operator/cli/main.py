@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foveal_operator.cli import completion
-from foveal_operator.cli.arguments import Help, installed_version
+from foveal_operator.cli.arguments import Help
 from foveal_operator.cli.dashboard import command as cli_dashboard
 from foveal_operator.cli.doctor import command as cli_doctor
 from foveal_operator.cli.local import command as cli_up
@@ -25,6 +25,7 @@ from foveal_operator.common.errors import (
     EXIT_USAGE,
     CommandError,
 )
+from foveal_operator.common.versions import installed_version
 from foveal_runtime.plan.errors import file_problem
 
 

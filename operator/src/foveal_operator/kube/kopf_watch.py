@@ -36,6 +36,8 @@ LOGIN_PAUSE_SECONDS = 5.0
 WATCH_SECONDS = 120
 # Room for one watch, kopf's 70 s without a bookmark and a backoff.
 SILENT_SECONDS = 240.0
+# For kopf's own end, which takes five when a watch hangs.
+END_SECONDS = 10.0
 # Objects in memory at once while a watch begins.
 LIST_CHUNK = 50
 HANDED_AT_ONCE = 50
@@ -92,10 +94,12 @@ class WatchEngine:
         self._monotonic = monotonic
         # By path of a list: when its watch was last answered. Written by the thread only.
         self._answered: dict[str, float] = {}
+        self._is_refused = False
         self._next_login = 0.0
         # Events on their way into our loop, which is woken once for all of them.
         self._heard: deque[tuple[Kind, str | None, Obj]] = deque()
         self._is_told = False
+        self.failure = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
 
@@ -105,7 +109,7 @@ class WatchEngine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._stop.is_set()
 
     def lookup_silent(self) -> tuple[str, ...]:
         """Plurals of the kinds that no watch is known to follow, in any namespace of ours."""
@@ -118,6 +122,11 @@ class WatchEngine:
                 for namespace in self._namespaces or (None,)
             )
         )
+
+    def was_refused(self) -> bool:
+        """Whether we lacked a right since the last call."""
+        was, self._is_refused = self._is_refused, False
+        return was
 
     def start(self) -> None:
         self._thread.start()
@@ -232,6 +241,7 @@ class WatchEngine:
     async def _on_answer(self, session: Any, context: Any, params: Any) -> None:
         """The head of an answer is there: of a watch, it says that the stream is open."""
         url = params.url
+        self._is_refused |= params.response.status == 403
         if url.query.get("watch") != "true" or params.response.status != 200:
             return
         for kind in self._kinds:
@@ -242,25 +252,45 @@ class WatchEngine:
     def _run(self) -> None:
         try:
             asyncio.run(self._watch())
-        except Exception:
-            log.exception("the watches ended")
+        except Exception as error:
+            self._ended(error)
+
+    def _ended(self, error: BaseException | None) -> None:
+        """From now on nothing is watched, however long kopf takes to end."""
+        if error is not None and not self._stop.is_set():
+            # The API server's words; what follows in kopf's errors repeats them with the headers.
+            text = str(error.args[0] if error.args else "") or type(error).__name__
+            asked = getattr(error.__cause__, "request_info", None)
+            self.failure = f"{asked.real_url.path}: {text}" if asked else text
+            log.debug("the watches have ended", exc_info=error)
+        # kopf waits for the flag in a thread of its own, and asyncio.run for that thread.
+        self._stop.set()
 
     async def _watch(self) -> None:
-        try:
-            await kopf.operator(
-                registry=self.registry(),
-                settings=self.settings(),
-                # Given, so that kopf need not ask the system for a user name it may lack.
-                identity=self._identity,
-                standalone=True,
-                clusterwide=not self._namespaces,
-                namespaces=self._namespaces,
-                stop_flag=self._stop,
+        # kopf's callbacks fail when a request ends that waits for its answer; its tasks end anyway.
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: log.debug(
+                "%s", context["message"], exc_info=context.get("exception")
             )
-        finally:
-            was_asked = self._stop.is_set()
-            # kopf waits for the flag in a thread of its own, and asyncio.run for that thread: left
-            # unset, an engine that has failed looks alive forever.
-            self._stop.set()
-            if not was_asked:
-                log.error("the watches ended by themselves")
+        )
+        before = asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
+            registry=self.registry(),
+            settings=self.settings(),
+            # Given, so that kopf need not ask the system for a user name it may lack.
+            identity=self._identity,
+            standalone=True,
+            clusterwide=not self._namespaces,
+            namespaces=self._namespaces,
+            stop_flag=self._stop,
+        )
+        ending = asyncio.create_task(kopf.run_tasks(tasks, ignored=before))
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        found = (task.exception() for task in done if not task.cancelled())
+        self._ended(next((error for error in found if error), None))
+        # A watch may outlive its cancellation: it waits for credentials that nobody fetches now.
+        await asyncio.wait({ending}, timeout=END_SECONDS)
+        while others := asyncio.all_tasks() - before:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=1.0)

@@ -244,7 +244,9 @@ class Watch:
 
 
 class Watches(Protocol):
-    """One life of the watches over a set of kinds."""
+    """One life of the watches over a set of kinds; `failure` says what has ended it."""
+
+    failure: str
 
     @property
     def is_alive(self) -> bool: ...
@@ -255,6 +257,10 @@ class Watches(Protocol):
 
     def lookup_silent(self) -> tuple[str, ...]:
         """Names of what no watch is known to follow now."""
+        ...
+
+    def was_refused(self) -> bool:
+        """Whether it lacked a right since the last call."""
         ...
 
 
@@ -293,9 +299,13 @@ class WatchKeeper:
         if self._engine is None:
             return "the watches have not been started"
         if not self._engine.is_alive:
-            return "the watches have ended"
+            failure = self._engine.failure
+            return f"the watches have ended: {failure}" if failure else "the watches have ended"
         silent = self._engine.lookup_silent()
         return f"no watch of {', '.join(silent)}" if silent else ""
+
+    def was_refused(self) -> bool:
+        return self._engine is not None and self._engine.was_refused()
 
     def restart_if_due(self) -> bool:
         """Call every few seconds once started. True when the watches were started anew.

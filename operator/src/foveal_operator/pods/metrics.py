@@ -22,7 +22,8 @@ QUERIES = by_name("foveal_mirror_queries").name
 NEEDS = by_name("foveal_mirror_needs").name
 BUDGET = by_name("foveal_budget_bytes").name
 PEAK = by_name("foveal_memory_peak_bytes").name
-_WANTED = (SESSIONS, ENGINES_READY, RUNNING, WAITING, QUERIES, NEEDS, BUDGET, PEAK,
+BUILD = by_name("foveal_build_info").name
+_WANTED = (SESSIONS, ENGINES_READY, RUNNING, WAITING, QUERIES, NEEDS, BUDGET, PEAK, BUILD,
            FETCHED_BYTES, FETCH_TOTAL_BYTES)  # fmt: skip
 
 WINDOW_SECONDS = 600.0
@@ -41,6 +42,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         measured: bytes by name of status.budgets; the larger of several processes.
         num_queries, num_stale: since the pod started.
         fetched_bytes, fetch_total_bytes: of a fetch Job's download; 0 = not known.
+        version: of the runtime; "" = it did not say.
     """
 
     engines_ready: tuple[int, ...] = ()
@@ -52,6 +54,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int = 0
     fetched_bytes: int = 0
     fetch_total_bytes: int = 0
+    version: str = ""
 
 
 class History:
@@ -100,6 +103,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
         stale_rate: stale hints per query over the last minutes.
         measured: bytes by name of status.budgets, the largest over pods.
         peaks: pod -> its self-reported peak memory in bytes.
+        versions: pod -> version of its runtime.
         downloads: pod of a fetch Job -> percent of the model that it has.
         waits: pod -> why its volumes are not there (events.py).
         refused: KIND/NAME of a workload without pods -> why they cannot be created (events.py).
@@ -113,6 +117,7 @@ class PodReports(msgspec.Struct, frozen=True, kw_only=True):
     stale_rate: float = 0.0
     measured: dict[str, int] = {}
     peaks: dict[str, int] = {}
+    versions: dict[str, str] = {}
     downloads: dict[str, int] = {}
     waits: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -124,6 +129,7 @@ def read_figures(text: str) -> Figures:
     engines_ready: dict[str, int] = {}
     measured: dict[str, int] = {}
     sessions: int | None = None
+    version = ""
     load = num_queries = num_stale = peak_bytes = fetched_bytes = fetch_total_bytes = 0
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
@@ -143,6 +149,8 @@ def read_figures(text: str) -> Figures:
             elif name == BUDGET and labels.get("source") == "measured":
                 part = labels.get("part", "")[:32]
                 measured[part] = max(measured.get(part, 0), int(value))
+            elif name == BUILD:
+                version = labels.get("version", "")[:32]
             elif name == PEAK:
                 peak_bytes = max(peak_bytes, int(value))
             elif name == FETCHED_BYTES:
@@ -159,6 +167,7 @@ def read_figures(text: str) -> Figures:
         peak_bytes=peak_bytes,
         fetched_bytes=fetched_bytes,
         fetch_total_bytes=fetch_total_bytes,
+        version=version,
     )
 
 
@@ -190,6 +199,7 @@ def report(
         stale_rate=num_stale / max(num_queries, MIN_QUERIES),
         measured=measured,
         peaks={pod: figures.peak_bytes for pod, figures in known.items() if figures.peak_bytes},
+        versions={pod: figures.version for pod, figures in known.items() if figures.version},
         downloads={seen.pod: done for seen in jobs if (done := _downloaded(seen)) is not None},
     )
 

@@ -45,7 +45,9 @@ SILENT_SECONDS = 30.0
 STOP_SECONDS = 1.0
 MAX_RESYNC_PAUSE_SECONDS = 60.0
 QUESTION_SECONDS = 60.0
-"""Namespaces that were closed to it are asked about so often."""
+"""Namespaces that were closed to it are asked about so often, also after it lacked a right."""
+DOUBT_SECONDS = 5.0
+"""Until it asks once more about one that was open: an API server that starts refuses anything."""
 GC_OBJECTS = 10_000
 
 
@@ -190,8 +192,10 @@ class Operator:
         self._next_resync = 0.0
         self._pause_seconds = TICK_SECONDS
         self._next_question = 0.0
+        self._is_doubted = False
         self._synced_at = float("-inf")
         self._next_beat = 0.0
+        self._is_served = True
         self._waiting_for = "the first list"
 
     def may_write(self) -> bool:
@@ -256,10 +260,12 @@ class Operator:
             self.telemetry.count("foveal_operator_watch_restarts")
             # What was missed meanwhile; and an API that has gone is watched no more.
             self._next_resync = min(self._next_resync, now + TICK_SECONDS)
-        if self.watch.closed and now >= self._next_question:
-            self._next_question = now + QUESTION_SECONDS
+        self._is_doubted |= self.watches.was_refused() or bool(self.watch.closed)
+        if self._is_doubted and now >= self._next_question:
+            self._next_question = now + DOUBT_SECONDS
             if await self.watch.find_namespaces():
                 self._next_resync = now
+            self._is_doubted, self._next_question = False, now + QUESTION_SECONDS
         if now >= self._next_resync:
             # A resync that fails is not tried at every tick: the others have work to do.
             self._next_resync = now + self._pause_seconds
@@ -279,10 +285,13 @@ class Operator:
         await self.watch.find_namespaces()
         await self.watch.find_rights()
         kinds = self.watch.kinds(self.inventory.apis)
-        if is_first and not await self.cluster.serves(INFERENCE):
-            raise NotFound(f"no {INFERENCE.plural}", 404)
+        was_served = self._is_served
+        self._is_served = await self.cluster.serves(INFERENCE)
+        if not self._is_served:
+            text = f"the cluster does not serve {INFERENCE.plural} of {INFERENCE.api_version}"
+            raise NotFound(f"{text}; install the chart's CustomResourceDefinition", 404)
         follows = (kinds, self.watch.namespaces)
-        if is_first or follows != self.watches.follows:
+        if is_first or not was_served or follows != self.watches.follows:
             self.watches.start(*follows)
         began = self.clock.monotonic()
         await self.watch.sync(kinds)

@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from foveal_operator.common.errors import UsageError
+from foveal_operator.common.versions import installed_version
 from foveal_operator.kube.lease import LeaseSettings
 from foveal_operator.observability import resource_dashboards, resource_rule_groups
 from foveal_operator.observability.alerts import RUNBOOKS
@@ -139,6 +140,7 @@ def read(argv: list[str] | None, environment: Mapping[str, str] | None = None) -
             cluster_domain=found.cluster_domain,
             monitoring_namespace=found.monitoring_namespace,
             operator_namespace=environment.get("POD_NAMESPACE", ""),
+            version=installed_version("foveal-operator", ""),
             rule_groups=_rules(found.rules, found.runbooks),
             dashboards=_dashboards(found.dashboards),
         ),

@@ -66,6 +66,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cluster_domain: str = "cluster.local"
     monitoring_namespace: str = "monitoring"
     operator_namespace: str = ""
+    version: str = ""
     rule_groups: tuple[Obj, ...] = ()
     dashboards: dict[str, str] = {}
 

@@ -105,7 +105,7 @@ class Reconciler:
             observe_pods=observe_pods,
         )
         self._decider = Decider(caches, inventory)
-        self._teller = Teller(cluster, caches, recorder, telemetry, clock)
+        self._teller = Teller(cluster, caches, recorder, telemetry, clock, settings.version)
         self.applier = Applier(cluster, caches, telemetry, clock)
         self._uids: dict[NamespacedName, str] = {}
 

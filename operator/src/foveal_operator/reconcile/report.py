@@ -62,7 +62,7 @@ def _creation_failure(deployment: Obj | None) -> dict[str, str]:
 
 
 class Teller:
-    """One per operator."""
+    """One per operator. Args: version: the operator's own."""
 
     def __init__(
         self,
@@ -71,12 +71,14 @@ class Teller:
         recorder: EventRecorder,
         telemetry: Telemetry,
         clock: Clock,
+        version: str = "",
     ) -> None:
         self._cluster = cluster
         self._caches = caches
         self._recorder = recorder
         self._telemetry = telemetry
         self._clock = clock
+        self._version = version
         self._cold_starts = ColdStarts()
 
     async def tell(
@@ -121,6 +123,7 @@ class Teller:
             refusal=_refusal(refused),
             failure=failure,
             accepted=self._accepted(*key),
+            version=self._version,
         )
         await self._write(work.resource, work.inference, None, work.plan, work.desired, observed)
 

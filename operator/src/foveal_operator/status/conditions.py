@@ -211,9 +211,9 @@ def noteworthy(
 ) -> list[tuple[Type, str, str]]:
     """(type, reason, note) of Events for conditions that have changed.
 
-    A reason that asks somebody to act is a Warning; Ready becoming True is told too. A reason that
-    several conditions share is told once, and once for each object that it is about: the first of
-    them says which, others may add how far a rollout is.
+    A reason that asks somebody to act is a Warning, also of pods that serve; Ready becoming True is
+    told too. A reason that several conditions share is told once, and once for each object that it
+    is about: the first of them says which, others may add how far a rollout is.
     """
     old = {c.type: c for c in before}
     found: dict[str, tuple[Type, str, str]] = {}
@@ -229,7 +229,8 @@ def noteworthy(
         ):
             continue
         stalled = condition.type == "Stalled"
-        if stalled or (condition.status == "False" and reason.action):
+        is_bad = condition.status == "False" or reason is reasons.VERSION_SKEW
+        if stalled or (is_bad and reason.action):
             found.setdefault(reason.name, ("Warning", reason.name, condition.message))
         elif condition.type == "Ready" and condition.status == "True":
             found.setdefault(reason.name, ("Normal", reason.name, condition.message))

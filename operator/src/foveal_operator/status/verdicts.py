@@ -14,6 +14,7 @@ from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec, SpecError
 from foveal_operator.api.status import Condition, RoleStatus
 from foveal_operator.common.clock import seconds
+from foveal_operator.common.versions import is_too_old
 from foveal_operator.kube.errors import denial
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests import Desired
@@ -51,6 +52,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         awaiting: pods that no node is meant for yet.
         accepted, refusal: what to say of a good spec; an object that cannot be written, and why.
         failure: what keeps every pass from its end.
+        version: the operator's; "" = not known.
     """
 
     now: str
@@ -73,6 +75,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     accepted: str = "the resource is well formed"
     refusal: Verdict | None = None
     failure: Verdict | None = None
+    version: str = ""
 
 
 def verdicts(
@@ -210,7 +213,10 @@ def _role_ready(
         if reached is not None and _num_new(current, SETTLE_SECONDS, observed):
             text = f"{ready} of {role.desired} serve, and nodes are just being told of the last"
             return verdict(condition, False, reasons.STARTING, text)
-        return verdict(condition, True, reasons.SERVING, f"{ready} of {role.desired} serve")
+        text = f"{ready} of {role.desired} serve"
+        if old := _too_old(current, observed):
+            return verdict(condition, True, reasons.VERSION_SKEW, f"{text}; {old}")
+        return verdict(condition, True, reasons.SERVING, text)
     ended = [pod for pod in observed.failed_pods if revision_of(pod) == revision]
     told = [*current, *(pod for pod in ended if not is_made_up_for(pod, current))]
     # An engine's name is free only when the one before has gone, whichever revision it is of.
@@ -226,6 +232,15 @@ def _role_ready(
         text = f"{ready} of {role.desired} of the new revision serve, {role.ready} in all{paused}"
         return verdict(condition, False, reasons.ROLLING, text)
     return verdict(condition, False, reasons.STARTING, f"{ready} of {role.desired} serve{paused}")
+
+
+def _too_old(pods: Iterable[Obj], observed: Observed) -> str:
+    """Names pods that this operator is not tested with; "" where there are none."""
+    names = sorted(pod["metadata"]["name"] for pod in pods)
+    found = {name: observed.reports.versions.get(name, "") for name in names}
+    old = [f"{n} ({v})" for n, v in found.items() if is_too_old(v, observed.version)]
+    behind = f"more than one minor release behind the operator ({observed.version})"
+    return f"{behind}: {', '.join(old[:8])}" if old else ""
 
 
 def _paused(deployment: Obj | None) -> str:

@@ -17,12 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from foveal_operator.cli.arguments import installed_version
 from foveal_operator.cli.dashboard.layout import CHOICE, Chosen, Contents, whole
 from foveal_operator.cli.dashboard.page import POLICY, About, page
 from foveal_operator.cli.dashboard.promql.samples import Line
 from foveal_operator.cli.dashboard.sources import Direct, Prometheus, Source, SourceError
 from foveal_operator.common.errors import EXIT_OK, UsageError
+from foveal_operator.common.versions import installed_version
 from foveal_operator.observability.boards import BOARDS
 
 NUM_STEPS = 90

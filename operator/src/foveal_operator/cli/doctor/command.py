@@ -18,7 +18,6 @@ from foveal_operator.cli.arguments import (
     add_command,
     connect,
     formatted,
-    installed_version,
 )
 from foveal_operator.cli.doctor.cluster_checks import (
     api_findings,
@@ -36,6 +35,7 @@ from foveal_operator.cli.doctor.cluster_checks import (
 from foveal_operator.cli.doctor.report import Finding, fail, ok, report_text, warn
 from foveal_operator.cli.terminal import style_of
 from foveal_operator.common.errors import EXIT_NO, EXIT_OK, ClusterAnswerError
+from foveal_operator.common.versions import installed_version
 from foveal_operator.kube.reader import NotConfiguredError, Reader
 from foveal_runtime.plan import machine
 from foveal_runtime.plan.machine import Machine

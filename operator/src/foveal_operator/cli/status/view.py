@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from foveal_operator.api.reasons import VERSION_SKEW
 from foveal_operator.cli.terminal import Style, age, columns, even, tailed, wrapped
 from foveal_operator.kube.types import Obj, condition
 from foveal_runtime.plan.quantity import format_gib
@@ -112,7 +113,9 @@ def _conditions(status: Obj, now: float, style: Style) -> list[str]:
         result.append(style.clip(line))
         good = "False" if kind in WHILE_TRUE else "True"
         # Ready, Reconciling and Stalled repeat what another condition says.
-        if found[kind]["status"] != good and kind not in ("Ready", "Reconciling", "Stalled"):
+        is_told = found[kind]["status"] != good
+        is_told |= found[kind].get("reason") == VERSION_SKEW.name
+        if is_told and kind not in ("Ready", "Reconciling", "Stalled"):
             result += wrapped(found[kind].get("message", ""), style)
     return result
 
