@@ -69,6 +69,12 @@ def limit_range(sandbox: Sandbox, folder: Path) -> AbstractContextManager[None]:
     return _existing(sandbox, {"kind": "LimitRange", "spec": {"limits": limits}})
 
 
+def default_limit(sandbox: Sandbox, folder: Path) -> AbstractContextManager[None]:
+    """What a container without a CPU limit gets."""
+    limits = [{"type": "Container", "default": {"cpu": "100m"}}]
+    return _existing(sandbox, {"kind": "LimitRange", "spec": {"limits": limits}})
+
+
 def webhook(sandbox: Sandbox, folder: Path) -> AbstractContextManager[None]:
     return denying(sandbox.api, folder, sandbox.namespace, "", "pods")
 
@@ -87,6 +93,7 @@ PRIVILEGED = {
 CASES: dict[str, tuple[Obstacle, Obj | None, Reason, str]] = {
     "quota": (quota, None, reasons.QUOTA_EXCEEDED, "exceeded quota: small"),
     "limit range": (limit_range, None, reasons.QUOTA_EXCEEDED, "maximum memory usage per"),
+    "default": (default_limit, None, reasons.QUOTA_EXCEEDED, "to cpu limit of 100m"),
     "webhook": (webhook, None, reasons.ADMISSION_DENIED, NAME),
     "standard": (
         nothing, _overlay(containers=[PRIVILEGED]), reasons.POD_SECURITY, 'container "sidecar"'

@@ -114,6 +114,11 @@ def _quota(reader: FakeReader) -> None:
     reader.answers["/api/v1/namespaces/models/resourcequotas"] = {"items": [quota]}
 
 
+def _default_limit(reader: FakeReader) -> None:
+    limits = {"metadata": {"name": "small"}, "spec": {"limits": [{"default": {"cpu": "100m"}}]}}
+    reader.answers["/api/v1/namespaces/models/limitranges"] = {"items": [limits]}
+
+
 def _pressure(reader: FakeReader) -> None:
     body = node("a")
     body["status"]["conditions"].append({"type": "MemoryPressure", "status": "True"})
@@ -177,6 +182,8 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
     "no namespace": (answer("/api/v1/namespaces/models", None), "fail", "namespace",
                      "models does not exist"),
     "quota": (_quota, "warn", "quota", "team: requests.memory 60Gi of 64Gi"),
+    "default limit": (_default_limit, "warn", "quota",
+                      "small: 100m is the CPU limit of containers without one"),
     "no nodes": (answer("/api/v1/nodes", {"items": []}), "fail", "nodes",
                  "none of 0 is ready and schedulable"),
     "pressure": (_pressure, "warn", "nodes", "a is under MemoryPressure"),

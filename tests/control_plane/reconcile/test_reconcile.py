@@ -158,6 +158,25 @@ async def test_a_changed_field_of_ours_is_put_right_and_others_stay(kind: str, k
         assert kit.telemetry.value("foveal_operator_drift_repairs_total", kind=kind) == 1
 
 
+async def test_a_restart_by_kubectl_is_no_drift(kit: Kit) -> None:
+    """Whatever the Deployment's controller wrote meanwhile counted as what the operator took back:
+    some restarts within a quarter of an hour fired FovealDriftFight."""
+    await served(kit)
+
+    def restart(body: Obj) -> None:
+        body["spec"]["template"]["metadata"].setdefault("annotations", {})["restartedAt"] = "now"
+
+    at = (BY_NAME["Deployment"], "default", "tiny-frontend")
+    kit.cluster.edit(*at, restart)
+    kit.hears = False
+    kit.cluster.edit(*at, lambda body: body.update(status={"observedGeneration": 2}))
+    kit.hears = True
+    await kit.settle()
+    template = kit.cluster.body("Deployment", "tiny-frontend")["spec"]["template"]
+    assert template["metadata"]["annotations"]["restartedAt"] == "now"
+    assert not kit.telemetry.value("foveal_operator_drift_repairs_total", kind="Deployment")
+
+
 async def test_a_fight_over_an_object_is_slowed_down_and_not_given_up(kit: Kit) -> None:
     """Two operators on one namespace, of another release or with other settings, answered each
     other 25 times a second."""

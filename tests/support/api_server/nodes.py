@@ -166,8 +166,8 @@ class Nodes:
             if self._binds:
                 self._schedule(pod, pods, fate)
             return
-        if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
-            return
+        if pod.get("status", {}).get("phase") in ("Succeeded", "Failed") or fate == UNSCHEDULABLE:
+            return  # a pod that has its node keeps it
         self._report(pod, self._status(pod, fate))
 
     def _fate_of(self, pod: Obj) -> Fate:

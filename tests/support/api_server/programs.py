@@ -31,7 +31,8 @@ _TOKENS = f"""{ADMIN},admin,1,"system:masters"
 _CONTROLLERS_RUN = (
     "deployment-controller,replicaset-controller,statefulset-controller,job-controller,"
     "garbage-collector-controller,namespace-controller,serviceaccount-controller,"
-    "pod-garbage-collector-controller,resourceclaim-controller,ttl-after-finished-controller"
+    "pod-garbage-collector-controller,resourceclaim-controller,ttl-after-finished-controller,"
+    "disruption-controller"
 )
 START_SECONDS = 240.0
 
@@ -180,7 +181,7 @@ def _api_server(folder: Path, etcd_url: str, port: int, key: Path) -> Program:
 
 
 def start_controllers(cluster: Cluster) -> Program:
-    """The real controllers of Deployments, StatefulSets, Jobs, owners and namespaces."""
+    """The real controllers of Deployments, StatefulSets, Jobs, budgets, owners and namespaces."""
     config = cluster.kubeconfig("controllers", CONTROLLERS)
     command = [str(program("kube-controller-manager")), f"--kubeconfig={config}"]
     command += [f"--authentication-kubeconfig={config}", f"--authorization-kubeconfig={config}"]

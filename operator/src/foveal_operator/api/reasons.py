@@ -164,6 +164,12 @@ AUTOSCALER_INERT = Reason(
     "AutoscalerInert",
     "Give the autoscaler its figures: metrics-server for CPU, else KEDA and prometheusAddress.",
 )
+FOREIGN_AUTOSCALER = Reason(
+    "ForeignAutoscaler",
+    "Delete it: set frontend.autoscaling or engine.autoscaling, or let it scale the resource "
+    "itself (engines).",
+    names_object=True,
+)
 AVAILABLE = Reason("Available")
 UNAVAILABLE = Reason("Unavailable")
 READY = Reason("Ready")

@@ -23,7 +23,9 @@ _DENIALS = tuple(
         (r"is forbidden: (violates PodSecurity|unable to validate against any security context "
          r"constraint)", reasons.POD_SECURITY),
         (r"is forbidden: (exceeded|failed) quota|is forbidden: \[?(max|min)imum \S+ usage per |"
-         r"is forbidden: status unknown for quota", reasons.QUOTA_EXCEEDED),
+         r"is forbidden: status unknown for quota|"
+         # The limit is a LimitRange's default: the operator gives none below what it asks for.
+         r"is invalid: .*must be less than or equal to \S+ limit of", reasons.QUOTA_EXCEEDED),
         (r"is forbidden: no PriorityClass with name", reasons.PRIORITY_CLASS_MISSING),
         (r"is forbidden: error looking up service account", reasons.SERVICE_ACCOUNT_MISSING),
         (r'admission webhook "[^"]*" denied the request|failed calling webhook "|'

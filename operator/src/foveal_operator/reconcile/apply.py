@@ -41,6 +41,8 @@ MAX_CORRECTIONS = 20
 another operator, and each would answer the other without a pause."""
 CORRECTION_SECONDS = 30.0
 """After which there may be another."""
+CORRECTED_SECONDS = 300.0
+"""For so long it counts as lately."""
 Standing = Literal["Ours", "Leaving", "Offered", "Foreign"]
 """Ours: write it. Leaving: it is being deleted, or its owner is gone and the garbage collector is
 about to delete it. Offered: handed over by annotation. Foreign: never write or delete it."""
@@ -208,7 +210,7 @@ class Applier:
             digest, after["uid"], after["resourceVersion"], after.get("generation", 0)
         )
         changed = live is None or live["metadata"]["resourceVersion"] != after["resourceVersion"]
-        if changed and same:
+        if changed and same and not _is_same(metadata, live, after):
             self._corrected(owner.uid, key, metadata["namespace"])
         return changed
 
@@ -231,9 +233,14 @@ class Applier:
         if left < 1.0:
             log.warning(
                 "%s %s/%s is changed back as often as it is corrected: now only every %.0f s; does "
-                "another operator watch this namespace?", key[0], namespace, key[1],
-                CORRECTION_SECONDS,
+                "another operator watch this namespace, or an autoscaler of yours scale it?",
+                key[0], namespace, key[1], CORRECTION_SECONDS,
             )  # fmt: skip
+
+    def was_corrected(self, owner_uid: str, key: ObjectKey) -> bool:
+        """Lately."""
+        then = self._corrections.get(owner_uid, {}).get(key, (0.0, float("-inf")))[1]
+        return self._clock.monotonic() - then < CORRECTED_SECONDS
 
     def wait_seconds(self, owner_uid: str) -> float | None:
         """Until an object may be corrected that may not be now; None where there is none."""
@@ -309,6 +316,14 @@ class Applier:
     def forget(self, owner_uid: str) -> None:
         self._applied.pop(owner_uid, None)
         self._corrections.pop(owner_uid, None)
+
+
+def _is_same(metadata: Mapping[str, Any], live: Obj | None, after: Mapping[str, Any]) -> bool:
+    """The apply took nothing back: others have changed their own (`kubectl rollout restart`)."""
+    generation = after.get("generation")
+    if live is None or not generation or live["metadata"].get("generation") != generation:
+        return False
+    return not diff({"metadata": metadata}, live)
 
 
 def _is_as_left(known: _Applied, body: Obj, live: Obj) -> bool:

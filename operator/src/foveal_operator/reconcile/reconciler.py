@@ -53,6 +53,7 @@ from foveal_operator.reconcile.key_secret import KeySecret
 from foveal_operator.reconcile.observe import COMPONENT, Observer, Settings
 from foveal_operator.reconcile.prune import unwanted_now
 from foveal_operator.reconcile.report import Teller
+from foveal_operator.reconcile.rivals import Rivals
 from foveal_operator.status.conditions import Verdict, verdict
 from foveal_operator.status.verdicts import SETTLE_SECONDS
 from foveal_operator.telemetry.series import Telemetry
@@ -105,8 +106,9 @@ class Reconciler:
             observe_pods=observe_pods,
         )
         self._decider = Decider(caches, inventory)
-        self._teller = Teller(cluster, caches, recorder, telemetry, clock, settings.version)
         self.applier = Applier(cluster, caches, telemetry, clock)
+        rivals = Rivals(cluster, clock, self.applier.was_corrected)
+        self._teller = Teller(cluster, caches, recorder, telemetry, clock, rivals, settings.version)
         self._uids: dict[NamespacedName, str] = {}
 
     async def reconcile(self, key: NamespacedName, num_failures: int = 0) -> Outcome:

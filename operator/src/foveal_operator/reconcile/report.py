@@ -22,6 +22,7 @@ from foveal_operator.manifests import Desired
 from foveal_operator.manifests.model_source import image_revision
 from foveal_operator.reconcile.apply import NameTaken, ObjectError
 from foveal_operator.reconcile.decide import Decision
+from foveal_operator.reconcile.rivals import Rivals
 from foveal_operator.status import gauges
 from foveal_operator.status.conditions import (
     Verdict,
@@ -71,6 +72,7 @@ class Teller:
         recorder: EventRecorder,
         telemetry: Telemetry,
         clock: Clock,
+        rivals: Rivals,
         version: str = "",
     ) -> None:
         self._cluster = cluster
@@ -78,6 +80,7 @@ class Teller:
         self._recorder = recorder
         self._telemetry = telemetry
         self._clock = clock
+        self._rivals = rivals
         self._version = version
         self._cold_starts = ColdStarts()
 
@@ -119,6 +122,7 @@ class Teller:
             route_message=route_message,
             scaling=scaling,
             scaling_message=scaling_message,
+            rivals=await self._rivals.find(work),
             awaiting=work.awaiting,
             refusal=_refusal(refused),
             failure=failure,
@@ -229,5 +233,6 @@ class Teller:
     def forget(self, key: NamespacedName, uid: str) -> None:
         """The resource is gone: so are its series."""
         self._recorder.forget(uid)
+        self._rivals.forget(uid)
         self._telemetry.forget_resource(*key)
         self._cold_starts.forget(key)

@@ -49,6 +49,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         reachable: frontends that the Service sends requests to; None = the cluster does not say.
         route_ready: None when no route is asked for.
         scaling, scaling_message: True, False or Unknown, and why; "" = nothing is autoscaled.
+        rivals: autoscalers made by hand that the operator works against, in words.
         awaiting: pods that no node is meant for yet.
         accepted, refusal: what to say of a good spec; an object that cannot be written, and why.
         failure: what keeps every pass from its end.
@@ -71,6 +72,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     route_message: str = ""
     scaling: str = ""
     scaling_message: str = ""
+    rivals: str = ""
     awaiting: frozenset[str] = frozenset()
     accepted: str = "the resource is well formed"
     refusal: Verdict | None = None
@@ -101,7 +103,7 @@ def verdicts(
             reason = reasons.ROUTED if observed.route_ready else reasons.ROUTE_PENDING
             text = observed.route_message or "the gateway has taken the route"
             found.append(verdict("RouteReady", observed.route_ready, reason, text))
-        if observed.scaling:
+        if observed.scaling or observed.rivals:
             found.append(_scaling_active(observed))
     return [
         *found,
@@ -277,6 +279,8 @@ def _mirrored(observed: Observed) -> Verdict:
 
 
 def _scaling_active(observed: Observed) -> Verdict:
+    if observed.rivals:
+        return verdict("ScalingActive", False, reasons.FOREIGN_AUTOSCALER, observed.rivals)
     found = {
         "True": reasons.SCALING, "False": reasons.AUTOSCALER_INERT, "Unknown": reasons.WAITING,
     }  # fmt: skip

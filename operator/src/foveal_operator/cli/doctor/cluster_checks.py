@@ -192,6 +192,12 @@ def _quotas(reader: Reader) -> Iterator[Finding]:
                 name = limits["metadata"]["name"]
                 yield warn(area, f"{name}: at most {most} of memory for a {limit.get('type')}",
                            "keep hostMemory below it, or pods are refused")  # fmt: skip
+            given = (limit.get("default") or {}).get("cpu")
+            if given:
+                name = limits["metadata"]["name"]
+                yield warn(area, f"{name}: {given} is the CPU limit of containers without one",
+                           "set limits.cpu in podTemplates where pods ask for more, or they are "
+                           "refused")  # fmt: skip
 
 
 def operator_findings(reader: Reader) -> Iterator[Finding]:
