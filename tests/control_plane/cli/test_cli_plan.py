@@ -118,6 +118,7 @@ def test_json_is_for_programs(files: Any, capsys: Any) -> None:
             "spec.engine.podTemplate.spec.hostNetwork",
         ),
         ("a: !!python/object/apply:os.system [true]", "is not YAML"),
+        ("spec: {engine: {}, engine: {}}", "the key 'engine' stands twice in one map"),
         ("a: 2024-99-99", "is not YAML: month must be in 1..12"),
         ("a: " + "1" * 5000, "is not YAML: Exceeds the limit"),
         ("[" * 5000, "is not YAML: maximum recursion depth exceeded"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,25 @@ from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ModelProfile
 
 MAX_FILE_BYTES = 4 << 20
+
+
+class _Documents(yaml.SafeLoader):
+    """Refuses a key that stands twice in a map: of the first, nothing would be left."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set[str]()
+        for key, _ in node.value if node else ():
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    text = f"the key {key.value!r} stands twice in one map: remove one"
+                    raise yaml.MarkedYAMLError(problem=text, problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+    def rest(self) -> Iterator[Any]:
+        while self.check_data():  # type: ignore[no-untyped-call]
+            yield self.get_data()
 
 
 def _read(path: str, what: str) -> str:
@@ -47,7 +67,8 @@ def read_resource_object(path: str, namespace: str = "") -> dict[str, Any]:
 
 def _read_both(path: str, namespace: str) -> tuple[dict[str, Any], InferenceSpec]:
     try:
-        documents = [d for d in yaml.safe_load_all(_read(path, "resource")) if d is not None]
+        text = _read(path, "resource")
+        documents = [d for d in _Documents(text).rest() if d is not None]
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date, a number, depth
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     found = [d for d in documents if isinstance(d, dict) and d.get("kind") == "MultiModalInference"]
