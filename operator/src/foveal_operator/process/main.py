@@ -192,7 +192,7 @@ class Operator:
         self._next_resync = 0.0
         self._pause_seconds = TICK_SECONDS
         self._next_question = 0.0
-        self._is_doubted = False
+        self._is_doubted, self._doubt_seconds = False, DOUBT_SECONDS
         self._synced_at = float("-inf")
         self._next_beat = 0.0
         self._is_served = True
@@ -262,10 +262,12 @@ class Operator:
             self._next_resync = min(self._next_resync, now + TICK_SECONDS)
         self._is_doubted |= self.watches.was_refused() or bool(self.watch.closed)
         if self._is_doubted and now >= self._next_question:
-            self._next_question = now + DOUBT_SECONDS
+            self._next_question = now + self._doubt_seconds
+            self._doubt_seconds = QUESTION_SECONDS
             if await self.watch.find_namespaces():
                 self._next_resync = now
             self._is_doubted, self._next_question = False, now + QUESTION_SECONDS
+            self._doubt_seconds = DOUBT_SECONDS
         if now >= self._next_resync:
             # A resync that fails is not tried at every tick: the others have work to do.
             self._next_resync = now + self._pause_seconds

@@ -143,7 +143,8 @@ class Reconciler:
             cause = error.cause if isinstance(error, ObjectError) else error
             failure = _failure(error, cause, num_failures)
             if not isinstance(cause, NotLeader) and (failure or cause is not error):
-                log.warning("%s/%s: %s", *key, error)
+                if cause is not error:  # which object; whoever called logs the cause
+                    log.warning("%s/%s: %s", *key, error)
                 await self._tell_failure(key, work, failure)
             raise cause  # noqa: B904
         if refused is None:
