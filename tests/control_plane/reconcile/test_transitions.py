@@ -87,15 +87,21 @@ def assert_equal(found: State, expected: State, spec: Obj, what: str) -> None:
     assert not lines, f"{what}:\n" + "\n".join(lines[:40])
 
 
-def with_claims_of(earlier: State, fresh: State) -> State:
+def claims(travelled: InstantCluster) -> dict[str, Obj]:
+    """By kind/name, also those that no pod uses yet, since the resource did not fit."""
+    found = copy.deepcopy(travelled.cluster.objects)
+    kind = "PersistentVolumeClaim"
+    return {f"{kind}/{key[2]}": body for key, body in found.items() if key[0] == kind}
+
+
+def with_claims(earlier: dict[str, Obj], fresh: State) -> State:
     """A claim that is there keeps its access mode, and never becomes smaller."""
     objects = copy.deepcopy(fresh[0])
-    for key in objects.keys() & earlier[0].keys():
-        if key.startswith("PersistentVolumeClaim/"):
-            there, spec = earlier[0][key]["spec"], objects[key]["spec"]
-            spec["accessModes"] = there["accessModes"]
-            sizes = [one["resources"]["requests"] for one in (there, spec)]
-            spec["resources"]["requests"] = max(sizes, key=lambda one: parse_bytes(one["storage"]))
+    for key in objects.keys() & earlier.keys():
+        there, spec = earlier[key]["spec"], objects[key]["spec"]
+        spec["accessModes"] = there["accessModes"]
+        sizes = [one["resources"]["requests"] for one in (there, spec)]
+        spec["resources"]["requests"] = max(sizes, key=lambda one: parse_bytes(one["storage"]))
     return objects, fresh[1]
 
 
@@ -103,15 +109,15 @@ async def there_and_back(before: Obj, after: Obj) -> bool:
     """Two transitions, two comparisons. Returns whether `after` fits."""
     travelled, fresh = InstantCluster(), InstantCluster()
     await travelled.become(before)
-    first = state(travelled)
+    first, held = state(travelled), claims(travelled)
     await travelled.become(after)
     await fresh.become(after)
-    expected = with_claims_of(first, state(fresh))
-    second = state(travelled)
+    expected, second = with_claims(held, state(fresh)), state(travelled)
+    held = claims(travelled)
     assert_equal(second, expected, after, "A then B is not B")
     if is_allowed(after, before):
         await travelled.become(before)
-        back = with_claims_of(second, first)
+        back = with_claims(held, first)
         assert_equal(state(travelled), back, before, "A then B then A is not A")
     return fits(state(fresh))
 
