@@ -75,6 +75,13 @@ def test_fixed_and_dynamic_sizes_are_exact(tmp_path: Path) -> None:
     assert dynamic["image"].profile.num_tokens == dynamic["image"].profile.num_embeds
 
 
+def test_the_largest_item_leaves_room_for_an_answer(tmp_path: Path) -> None:
+    """Regression: where a video took just the context, plans refused a model that serves it."""
+    path = str(tiny_processors.save("qwen2_vl", tmp_path))
+    exact = largest_items(path, LIMITS, CONTEXT)["video"].profile.num_tokens
+    assert largest_items(path, LIMITS, exact)["video"].profile.num_tokens < exact
+
+
 def test_sizes_that_are_rounded_up_count(tmp_path: Path) -> None:
     """LFM2-VL takes 32 x 32 pixels a token and rounds sides to the nearest whole token: 49 x 1,836
     pixels are 2 x 57 tokens, more than in any whole grid of as few pixels."""

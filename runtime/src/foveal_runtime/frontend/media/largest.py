@@ -58,8 +58,8 @@ def largest_items(
 ) -> dict[str, Largest]:
     """Modality → its largest item, for every modality the processor takes and limits leave on.
 
-    `max_tokens`: the model's context. `with_smaller`: and those under smaller limits. Raises
-    StartupError when the processor cannot be loaded.
+    `max_tokens`: the model's context, which an answer shares. `with_smaller`: and those under
+    smaller limits. Raises StartupError when the processor cannot be loaded.
     """
     processor = ItemProcessor(model_path, limits)
     processor.examine(b"")
@@ -75,7 +75,7 @@ def largest_items(
             def find(
                 one: ModalityLimits, finder: Callable[..., Largest | None] = finders[modality]
             ) -> Largest | None:
-                made = finder(processor, one, max_tokens)
+                made = finder(processor, one, max_tokens - 1)
                 return made and made._replace(profile=_with_patches(made, patch))
 
             largest = find(getattr(limits, name))
@@ -277,6 +277,7 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
     own = _own_limits(processor.processor.video_processor, limits.processed_pixels)
     pixels = {min(limits.processed_pixels, MAX_PROBE_PIXELS), *own}
     sizes = sorted({_scaled(s) for p in pixels for s in _ratio_sizes(p)})
+    sizes += _enlarged(processor.processor, limits.processed_pixels)
     shapes = [(n, *size) for n in _frame_counts(limits.max_frames) for size in sizes]
     counts = _predicted(processor, "video", shapes)
     if counts is None:
@@ -301,6 +302,17 @@ def _video(processor: ItemProcessor, limits: ModalityLimits, max_tokens: int) ->
             ceiling = max_tokens * embeds // grown.num_tokens
         ceiling = min(ceiling, embeds - 1)
     return None
+
+
+def _enlarged(processor: Any, pixels: int) -> list[tuple[int, int]]:
+    """Frames of every height and of so many pixels, where those are fewer than the processor takes:
+    it enlarges them, and sides are rounded up to a whole grid."""
+    size = (getattr(processor, "videos_kwargs", None) or {}).get("size")
+    size = size or getattr(processor.video_processor, "size", None) or {}
+    if pixels >= (size.get("shortest_edge") or 0):
+        return []
+    heights = [n for n in range(1, math.isqrt(pixels) + 1) if pixels // n <= _MAX_RATIO * n]
+    return [one for n in heights for one in ((n, pixels // n), (pixels // n, n))]
 
 
 def _frame_counts(most: int) -> list[int]:
