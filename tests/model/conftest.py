@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 MORE = (
     "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids", "tiny_gemmas",
-    "tiny_encoders", "tiny_towers", "tiny_mamba",
+    "tiny_encoders", "tiny_towers", "tiny_mamba", "tiny_omni",
 )  # fmt: skip
 
 

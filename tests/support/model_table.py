@@ -24,7 +24,7 @@ EXPERTS = ("tests.model.test_quantized_experts", "ONE_BY_ONE")
 CASE_MODULES = (
     "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
     "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids",
-    "tiny_gemmas", "tiny_encoders", "tiny_towers", "tiny_mamba",
+    "tiny_gemmas", "tiny_encoders", "tiny_towers", "tiny_mamba", "tiny_omni",
 )  # fmt: skip
 for _name in CASE_MODULES:
     importlib.import_module(f"tests.support.models.{_name}")
@@ -142,6 +142,19 @@ own, and its vision tower is one of timm's. Where `use_bidirectional_attention` 
 tokens of an image or a frame see each other, in layers with a sliding window alone (`gemma4`) or in
 all (`gemma4_unified`), as the forward pass of the pinned transformers has it; an item is then
 computed in one step.
+
+## Qwen's Omni models
+
+The thinker of Qwen2.5-Omni and Qwen3-Omni is served: images, videos and sounds in, text out. What
+says the text aloud (`talker`, `token2wav`, `code2wav`) is neither read nor counted by the plan, so
+checkpoints with it and without it (`Thinking`) are served alike; a request for speech is
+[refused](refused.md#requests). A sound takes the positions of text, images and videos those of
+three rows. A video's rows in time follow its own clock: the processors are told how many frames a
+second were sampled, where they would take 2 (Qwen3-Omni: 1) for granted. Positions of Qwen3-Omni
+are therefore no whole numbers, as in transformers. The sound of a video is a part of its own, sent
+as `input_audio`: to put it among the frames (`use_audio_in_video`) is refused. Qwen3-Omni's
+encoder gives a sound of less than a second other numbers beside a longer one; here each sound is
+encoded as if alone.
 
 ## Quantised weights
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from foveal_runtime.frontend.media.options import check as check_options
 from foveal_runtime.frontend.protocol.rules import check_extra
 from foveal_runtime.main.local.model import find_model
 from foveal_runtime.model.adapters import ADAPTERS, TEXT_ADAPTERS
@@ -35,9 +36,11 @@ from foveal_runtime.model.checkpoint.loader import (
 from foveal_runtime.model.checkpoint.weights import check_weights
 from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.model.parallel.tensor_parallel import check_splits
+from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.embedder import check_task, read_embedder
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.lora import LoraSource
+from tests.support import tiny_processors
 from tests.support.models import tiny_checkpoints
 from tests.support.models.lora import write_adapter
 from tests.support.models.quantised import make
@@ -47,9 +50,6 @@ REASONS = {
         "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder",
     ),
     "cross-attention layers": ("blip", "evolla", "idefics", "mllama"),
-    "audio in three-row rope positions; their speech output would be refused, too": (
-        "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker",
-    ),
     "sparse attention with an index of its own": (
         "dots3_note", "glm5_next", "minimax_m3_vl", "mistral_large4", "qwen4_exp",
     ),
@@ -236,6 +236,9 @@ SECTIONS: Mapping[str, tuple[Case, ...]] = {
              lambda _: check_extra({"modalities": ["text", "audio"]}, False)),
         Case("the voice of it", "the same",
              lambda _: check_extra({"audio": {"voice": "alloy", "format": "wav"}}, False)),
+        Case("a video's sound among its frames", "items are encoded and kept one by one",
+             lambda _: check_options(tiny_processors.qwen2_5_omni(), 1,
+                                     {"use_audio_in_video": True}, ModalityLimits(), frozenset())),
         Case("beam search", "a step has one continuation a sequence",
              lambda _: check_extra({"use_beam_search": True}, False)),
         Case("web search and other tools that a server runs", "no tool runs here",

@@ -306,6 +306,24 @@ def step3p7() -> Any:
     return hf.Step3p7Processor(image, tokenizer())
 
 
+def omni_parts() -> dict[str, Any]:
+    parts = qwen_parts("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
+    parts["tokenizer"] = tokenizer(
+        image_token="<|image_pad|>", video_token="<|video_pad|>", audio_token="<|AUDIO|>",
+        vision_bos_token="<|vision_start|>", vision_eos_token="<|vision_end|>",
+        audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>",
+    )  # fmt: skip
+    return {**parts, "feature_extractor": hf.WhisperFeatureExtractor(feature_size=8)}
+
+
+def qwen2_5_omni() -> Any:
+    return hf.Qwen2_5OmniProcessor(**omni_parts())
+
+
+def qwen3_omni_moe() -> Any:
+    return hf.Qwen3OmniMoeProcessor(**omni_parts())
+
+
 def lfm2_vl() -> Any:
     return hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(), tokenizer())
 
@@ -370,7 +388,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
         llava_next_video, lfm2_vl, lfm3_vl, cohere_compass, deepseek_ocr2,
         granite_docling, ovis2, minicpmv4_6, minicpmv4_7, minicpm_ocr, gemma3n, gemma4,
         gemma4_unified, fast_vlm, perception_lm, hunyuan_vl, ernie4_5_vl_moe, step3p7,
-        granite4_vision, moss_transcribe_diarize, nemotron_h_omni, nemo_speechlm,
+        granite4_vision, moss_transcribe_diarize, nemotron_h_omni, nemo_speechlm, qwen2_5_omni,
+        qwen3_omni_moe,
     )
 }  # fmt: skip
 

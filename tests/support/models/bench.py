@@ -185,12 +185,11 @@ class Bench:
         kwargs = self.case.forward_kwargs(prompt)
         out = self.reference.generate(
             input_ids=torch.tensor([prompt.ids]),
-            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.long),
             max_new_tokens=NUM_OUTPUTS,
             min_new_tokens=NUM_OUTPUTS,
             do_sample=False,
             eos_token_id=-1,
-            **kwargs,
+            **{"attention_mask": torch.ones(1, len(prompt.ids), dtype=torch.long), **kwargs},
         )
         return out[0, len(prompt.ids) :].tolist()
 

@@ -59,7 +59,7 @@ def make(
     is_flipped = config["model_type"] in INPUTS_FIRST
     for key, tensor in unstacked(load_file(file), is_flipped).items():
         layer = key.removesuffix(".weight")
-        is_tower = "vision" in key or "visual" in key
+        is_tower = any(part in key for part in ("vision", "visual", "audio_tower"))
         if not re.search(LAYERS, key) or is_tower or layer.endswith(PLAIN):
             stored[key] = plain[key] = tensor
             ignored |= {layer} if tensor.dim() == 2 and key.endswith(".weight") else set()

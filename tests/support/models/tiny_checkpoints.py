@@ -135,10 +135,13 @@ def widen(model: torch.nn.Module) -> None:
                 weight.normal_(0.0, 1.0, generator=generator)
             elif "norm" not in name:
                 weight.normal_(0.0, 0.3, generator=generator)
-        # Placeholders are never said, else an output would count as an item in the reference.
-        head = model.get_output_embeddings()
+        # Placeholders are never said, else an output would count as an item in the reference; nor
+        # is what begins a sound, by which Omni's reference counts them.
+        whole: Any = getattr(model, "thinker", model)
+        head = whole.get_output_embeddings()
+        begin = getattr(whole.config, "audio_start_token_id", AUD_TOKEN)
         if head is not None:
-            head.weight[[IMG_TOKEN, VID_TOKEN, AUD_TOKEN]] = 0.0
+            head.weight[[IMG_TOKEN, VID_TOKEN, AUD_TOKEN, begin]] = 0.0
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:

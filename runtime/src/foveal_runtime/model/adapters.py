@@ -17,6 +17,7 @@ from foveal_runtime.model.family_code import (
     gemma3n_tokens,
     granite4_layers,
     llama4_temperature,
+    omni_positions,
     ovis2_tokens,
     scaled_tokens,
 )
@@ -24,7 +25,10 @@ from foveal_runtime.plan.embedder import ENCODERS
 from foveal_runtime.plan.media import Modality
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    from foveal_runtime.wire.item import Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,10 @@ class Adapter:
 
     Attributes:
         rope: get_rope_index keyword → (modality, item field); not empty means mrope.
+        positions: (configuration, number of tokens, where the embeddings of each image and video
+            begin, and its item, whether positions are fractions) → rope positions (axes, T),
+            instead of get_rope_index.
+        has_fractions: rope positions are not whole numbers.
         bidirectional, groups_ignore_window: see ModelTraits and LayerGeometry.
         is_encoder: each token sees all of the prompt and there is no head: it embeds, and generates
             nothing.
@@ -88,6 +96,8 @@ class Adapter:
 
     encoders: Mapping[Modality, EncoderSpec]
     rope: Mapping[str, tuple[Modality, str]] = field(default_factory=dict)
+    positions: Callable[[Any, int, Sequence[tuple[int, Item]], bool], np.ndarray] | None = None
+    has_fractions: bool = False
     bidirectional: Literal["none", "item", "prompt"] = "none"
     groups_ignore_window: bool = False
     deepstack: bool = False
@@ -187,6 +197,14 @@ _MASKED_SOUND = Adapter(
         )
     }
 )
+
+_SPOKEN = EncoderSpec("get_audio_features", ("input_features", "feature_attention_mask"))
+_OMNI = Adapter(
+    {**_GRIDS, "audio": _SPOKEN},
+    rope=_GRID_ROPE,
+    positions=omni_positions,
+)
+_OMNI_3 = replace(_OMNI, has_fractions=True, deepstack=True)
 
 ADAPTERS: dict[str, Adapter] = {
     "llava": Adapter({"image": EncoderSpec(_IMAGE, ("pixel_values",), optional=("image_sizes",))}),
@@ -321,9 +339,9 @@ ADAPTERS: dict[str, Adapter] = {
     "fun_asr_nano": _MASKED_SOUND,
     "glmasr": _MASKED_SOUND,
     "qwen3_asr": _MASKED_SOUND,
-    "qwen2_audio": Adapter(
-        {"audio": EncoderSpec("qwen2_audio", ("input_features", "feature_attention_mask"))}
-    ),
+    "qwen2_audio": Adapter({"audio": replace(_SPOKEN, method="qwen2_audio")}),
+    **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker"), _OMNI),
+    **dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), _OMNI_3),
 }
 
 _ENCODER = Adapter({}, bidirectional="prompt", is_encoder=True)

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    from foveal_runtime.wire.item import Item
 
 
 def qwen2_audio(core: Any, input_features: torch.Tensor, feature_attention_mask: Any) -> Any:
@@ -144,6 +147,39 @@ def moss_audio(core: Any, input_features: torch.Tensor, input_features_mask: tor
     """MOSS's method takes a mask of the samples, too, and does nothing with it."""
     found = core.get_audio_features(input_features, input_features_mask, None, return_dict=True)
     return found.pooler_output
+
+
+def omni_positions(
+    config: Any, length: int, places: Sequence[tuple[int, Item]], has_fractions: bool
+) -> np.ndarray:
+    """Rope positions f64 (3, length) of Qwen's Omni thinkers, as their get_rope_index has them.
+
+    Text and sounds take a position a token. Images and videos stand in time, height and width from
+    the position after what was before; time counts `position_id_per_seconds` of the frames' own
+    clock. Theirs finds items by the marks around them, ours by their places.
+    """
+    import numpy as np
+
+    found = np.empty((3, length))
+    done, first = 0, 0.0
+    for start, item in places:
+        frames, *sides = item.fields[f"{item.modality}_grid_thw"].numpy()[0].tolist()
+        clock = np.arange(frames, dtype=np.float32)
+        if item.modality == "video":
+            seconds = item.fields["video_second_per_grid"].numpy().item()
+            if not 0 < seconds < 1e6:
+                raise ValueError(f"video_second_per_grid is {seconds}")
+            clock *= seconds
+        clock *= config.position_id_per_seconds
+        sides = [np.arange(side // config.vision_config.spatial_merge_size) for side in sides]
+        axes = np.meshgrid(clock if has_fractions else np.floor(clock), *sides, indexing="ij")
+        rows = np.stack([axis.reshape(-1) for axis in axes])
+        found[:, done:start] = first + np.arange(start - done)
+        done, first = start + rows.shape[1], first + start - done
+        found[:, start:done] = first + rows
+        first += rows.max() + 1
+    found[:, done:] = first + np.arange(length - done)
+    return found
 
 
 def perception_lm_video(core: Any, pixel_values_videos: torch.Tensor) -> Any:

@@ -28,14 +28,16 @@ IMAGES = [
     "gemma3n", "gemma4", "gemma4_unified", "lfm3_vl", "cohere_compass", "deepseek_ocr2",
     "granite_docling", "ovis2", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr",
     "fast_vlm", "perception_lm", "hunyuan_vl", "ernie4_5_vl_moe", "step3p7",
-    "granite4_vision", "nemotron_h_omni",
+    "granite4_vision", "nemotron_h_omni", "qwen2_5_omni", "qwen3_omni_moe",
 ]  # fmt: skip
 VIDEOS = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4", "gemma4_unified", "lfm3_vl",
     "cohere_compass", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr", "perception_lm",
+    "qwen2_5_omni", "qwen3_omni_moe",
 ]  # fmt: skip
 SOUNDS = ["qwen2_audio", "audioflamingo3", "gemma3n", "gemma4", "gemma4_unified",
-          "moss_transcribe_diarize", "nemotron_h_omni", "nemo_speechlm"]  # fmt: skip
+          "moss_transcribe_diarize", "nemotron_h_omni", "nemo_speechlm", "qwen2_5_omni",
+          "qwen3_omni_moe"]  # fmt: skip
 SAME_FIELDS = {
     "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "internvl", "gemma3", "gemma4",
     "gemma4_unified",

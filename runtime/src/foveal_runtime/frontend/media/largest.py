@@ -131,7 +131,7 @@ def _patch_pixels(model_path: str) -> int:
         )
     except Exception:  # of whatever type: each family reads its fields in its own way
         return 0  # what loads the model says what is wrong with it
-    vision = getattr(config, "vision_config", None)
+    vision = getattr(getattr(config, "thinker_config", config), "vision_config", None)
     otherwise = _CONVOLVED if hasattr(vision, "architecture") else None
     size = getattr(vision, "patch_size", None) or otherwise or 0
     sides = size if isinstance(size, list | tuple) else [size, size]

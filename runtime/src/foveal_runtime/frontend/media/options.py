@@ -30,6 +30,9 @@ _MODEL = re.compile(
 )
 """What the model's weights, and its code, take for granted: with another patch or grid an encoder
 sees a jumbled image, and says nothing."""
+_INTERLEAVING = ("use_audio_in_video", "load_audio_from_video", "seconds_per_chunk",
+                 "position_id_per_seconds")  # fmt: skip
+"""Of videos with their sound, whose embeddings stand among those of the frames."""
 _GROUPS = ("images_kwargs", "videos_kwargs", "audio_kwargs")
 _PARTS = ("image_processor", "video_processor", "feature_extractor")
 
@@ -92,6 +95,10 @@ def check(
             raise _refused(name, "must be an object with options of media that the request has")
         if name not in known:
             raise _refused(name, "is not an option of this model's processor")
+        if name in _INTERLEAVING:
+            if value:
+                raise _refused(name, "is not supported: send a video's sound as a part of its own")
+            continue
         if _MODEL.search(name) or _is_exact(defaults.get(name)):
             if value is not None and value != defaults.get(name):
                 raise _refused(name, f"is the model's own: it is {defaults.get(name)!r}")

@@ -77,6 +77,7 @@ def _width(model_path: str) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    config = getattr(config, "thinker_config", config)
     vision = getattr(config, "vision_config", None)
     fields = ((vision, "deepstack_visual_indexes"), (config, "deepstack_layer_map"),
               (config, "spatial_target_layers"))  # fmt: skip

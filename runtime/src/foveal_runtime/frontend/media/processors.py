@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
-import json
 import logging
 import time
 import warnings
@@ -33,6 +32,7 @@ from foveal_runtime.frontend.media.layout import keep_channels_together
 from foveal_runtime.frontend.media.protocol import EmbedsLayout, PlaceholderInfo, ProcessorInfo
 from foveal_runtime.frontend.media.timed import READING, Frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.embedder import model_type
 from foveal_runtime.plan.errors import (
     FovealError,
     InvalidRequest,
@@ -66,7 +66,7 @@ class ItemProcessor:
     def __init__(self, model_path: str, limits: ModalitiesConfig) -> None:
         self.limits = limits
         self._path = model_path
-        self.model_type = _model_type(model_path)
+        self.model_type = model_type(model_path)
         self.rule = rules.rule_for(self.model_type)
         self.processor = _load_processor(model_path)
         self.tokenizer = getattr(self.processor, "tokenizer", None)
@@ -231,13 +231,15 @@ class ItemProcessor:
         if self.rule.run is not None:
             return self.rule.run(self.processor, modality, media, text, options)
         wrapped = _WRAPPERS[modality](media, options)
+        if modality == 1 and self.rule.is_told_rate:
+            wrapped["fps"] = wrapped["video_metadata"][0].sampled_fps
         wants_offsets = "offsets" in rules.methods_of(self.processor)
         if wants_offsets:
             wrapped["return_text_replacement_offsets"] = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # theirs, once per image
             output = self.processor(text=[text], return_tensors="pt", **wrapped, **options)
-        return dict(output)
+        return rules.without_padding(dict(output)) if self.rule.trims_sounds else dict(output)
 
     def _replacement(self, info: PlaceholderInfo, output: Mapping[str, Any]) -> list[int]:
         assert self.tokenizer is not None
@@ -424,14 +426,6 @@ def _array(name: str, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     return kind, tensor.numpy()
-
-
-def _model_type(model_path: str) -> str:
-    try:
-        config = json.loads((Path(model_path) / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise StartupError(f"cannot read {model_path}/config.json: {error}") from error
-    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
 
 
 def _load_processor(model_path: str) -> Any:

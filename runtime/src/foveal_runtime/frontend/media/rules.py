@@ -51,6 +51,9 @@ class FamilyRule(msgspec.Struct, frozen=True):
             that the tokenizer has for them.
         numbered: modalities whose processor writes an item's number before it (see `numbers`).
         run: calls a processor that is not called like the others.
+        is_told_rate: the processor takes `fps`, of the frames as they are sampled, for the times of
+            a video, and a guess without it.
+        trims_sounds: see `without_padding`.
         count: tokens of images (height, width), for processors that cannot say without making them.
     """
 
@@ -63,6 +66,8 @@ class FamilyRule(msgspec.Struct, frozen=True):
     wraps: tuple[tuple[str, str, str], ...] = ()
     numbered: tuple[str, ...] = ()
     run: Run | None = None
+    is_told_rate: bool = False
+    trims_sounds: bool = False
     count: Count | None = None
 
 
@@ -133,6 +138,15 @@ def _count_minicpm(processor: Any, sizes: Sequence[tuple[int, int]]) -> list[int
 
 _MINICPM = FamilyRule(numbered=("image", "video"), count=_count_minicpm)
 _QWEN = tuple((name, "<|vision_start|>", "<|vision_end|>") for name in ("image", "video"))
+_OMNI = FamilyRule(
+    wraps=(
+        ("image", "vision_bos_token", "vision_eos_token"),
+        ("video", "vision_bos_token", "vision_eos_token"),
+        ("audio", "audio_bos_token", "audio_eos_token"),
+    ),
+    is_told_rate=True,
+    trims_sounds=True,
+)
 _GLM = (
     ("image", "<|begin_of_image|>", "<|end_of_image|>"),
     ("video", "<|begin_of_video|>", "<|end_of_video|>"),
@@ -152,6 +166,10 @@ _RULES: dict[str, FamilyRule] = {
     "qwen2_5_vl": FamilyRule(wraps=_QWEN),
     "qwen3_vl": FamilyRule(wraps=_QWEN),
     "qwen3_vl_moe": FamilyRule(wraps=_QWEN),
+    "qwen2_5_omni": _OMNI,
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen3_omni_moe": _OMNI,
+    "qwen3_omni_moe_thinker": _OMNI,
     "minicpm_ocr": _MINICPM,
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": msgspec.structs.replace(_MINICPM, numbered=("image",)),
@@ -249,6 +267,17 @@ def strip_newlines(text: str, count: int) -> str:
         # Gemma 3's pan-and-scan puts a sentence first.
         raise MediaInvalid("do_pan_and_scan is not supported")
     return text[count:-count]
+
+
+def without_padding(output: dict[str, Any]) -> dict[str, Any]:
+    """The output with no more of a sound than is heard: Qwen2.5-Omni fills each one up to five
+    minutes, 15 MB, which its encoder leaves out by the mask."""
+    mask = output.get("feature_attention_mask")
+    if mask is None:
+        return output
+    count = int(mask.sum(-1).max())
+    cut = {"feature_attention_mask": mask[:, :count]}
+    return output | cut | {"input_features": output["input_features"][..., :count]}
 
 
 def complete(processor: Any, folder: Path) -> None:

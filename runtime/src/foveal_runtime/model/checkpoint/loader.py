@@ -35,7 +35,12 @@ from foveal_runtime.model.checkpoint.kinds import (
 from foveal_runtime.model.checkpoint.placement import METHOD, fill_experts, place_layers
 from foveal_runtime.model.checkpoint.quantized import check_quantization, describe
 from foveal_runtime.model.checkpoint.rotary import settle_rope
-from foveal_runtime.model.checkpoint.settings import check_towers, keep_wide, settle_outputs
+from foveal_runtime.model.checkpoint.settings import (
+    check_towers,
+    keep_wide,
+    settle_outputs,
+    settle_part,
+)
 from foveal_runtime.model.checkpoint.weights import check_directory, check_report, check_weights
 from foveal_runtime.model.context import ATTENTION_NAME
 from foveal_runtime.model.cpu.fusing import fuse
@@ -260,6 +265,7 @@ def read_config(path: str, quantization: Quantization = "auto", max_model_len: i
             f"model {path}: config.json is not one that the installed transformers knows "
             f"(code from checkpoints is never run): {_one_line(error)}"
         ) from error
+    found = settle_part(found)
     check_towers(path, found)
     settle_outputs(found)
     settle_rope(found.get_text_config(), max_model_len)

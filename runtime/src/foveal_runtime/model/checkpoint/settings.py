@@ -19,6 +19,18 @@ _ATTENTION = (None, "eager", "sdpa")
 """What needs no other package, nor kernels of a hub."""
 
 
+def settle_part(config: Any) -> Any:
+    """What is served of a model with several parts: Omni's thinker, which says text. What else
+    speaks is not read, and what is said of the whole holds for it."""
+    part = getattr(config, "thinker_config", None)
+    if part is None:
+        return config
+    for name in ("dtype", "quantization_config"):
+        if getattr(part, name, None) is None and hasattr(config, name):
+            setattr(part, name, getattr(config, name))
+    return part
+
+
 def settle_outputs(config: Any) -> None:
     """Outputs as the runner reads them, by implementations that are there: attention of decoders
     is paged, and towers need none of those that a checkpoint was trained with."""

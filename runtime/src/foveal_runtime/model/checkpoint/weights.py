@@ -23,6 +23,8 @@ _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of floating-point numbers → bytes of one; only these are cast as they are loaded."""
 _INDEX = "model.safetensors.index.json"
+_SPEECH = ("talker.", "token2wav.", "code2wav.")
+"""Parts of Omni checkpoints that say an answer aloud, and are never loaded."""
 _MAX_NAME_BYTES = 255  # of Linux; a longer one is an OSError where others are only not there
 
 
@@ -105,11 +107,16 @@ def weight_files(path: str) -> list[Path]:
 
 
 def stored_tensors(path: str) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by name, of its files' headers alone.
+    """Every tensor of the checkpoint that is loaded by name, of its files' headers alone.
 
     Raises StartupError for a file that is missing or no safetensors file.
     """
-    return {name: one for file in weight_files(path) for name, one in file_header(file).items()}
+    return {
+        name: one
+        for file in weight_files(path)
+        for name, one in file_header(file).items()
+        if not name.startswith(_SPEECH)
+    }
 
 
 def stored_bytes(path: str, loaded_itemsize: int) -> int:

@@ -39,7 +39,8 @@ from foveal_runtime.plan.lora import (
 )
 from foveal_runtime.plan.quantity import short_bytes
 
-_ROOTS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+_ROOTS = ("model.language_model.", "language_model.model.", "language_model.", "model.",
+          "thinker.model.language_model.", "thinker.model.")  # fmt: skip
 """What stands before a decoder layer's name in adapters, by the class they were trained with; the
 name in the class that is served comes first."""
 _FLOATS = {"F32", "F16", "BF16"}

@@ -107,7 +107,8 @@ class HostBatch:
     Attributes:
         ids: i64 (T); `placeholder_id` where encoder outputs go (the placeholder's own id may lie
             outside the vocabulary), 0 where the token is not known on the host yet.
-        positions: i64, rope: (axes, 1, T) with mrope, else (1, T).
+        positions: i64, or f32 where they have fractions; rope: (axes, 1, T) with mrope, else
+            (1, T).
         pending: i64 (2, m): rows of `ids` that are still being drawn, and their rows in that draw.
     """
 
@@ -136,12 +137,14 @@ def make_batch(
     *,
     bidirectional: Literal["none", "item", "prompt"] = "none",
     mrope: int = 0,
+    has_fractions: bool = False,
     position_offset: int = 0,
     placeholder_id: int | None = 0,
 ) -> HostBatch:
     """Block ids are rows of the pool as they are; id 0 is the trash block and in no table.
 
-    `mrope`: axes of rope positions, 0 without. `placeholder_id`: what stands where encoder outputs
+    `mrope`: axes of rope positions, 0 without; `has_fractions`: whether these are no whole numbers.
+    `placeholder_id`: what stands where encoder outputs
     go; None leaves it as it is.
     """
     q_lens = [w.scheduled.num_scheduled_tokens for w in windows]
@@ -160,7 +163,11 @@ def make_batch(
     ids, pending = _make_ids(windows, placeholder_id)
     return HostBatch(
         ids=ids,
-        positions=_make_positions(windows, place, owner, mrope, position_offset),
+        positions=(
+            _make_mrope(windows, place, owner, mrope, np.float32 if has_fractions else np.int64)
+            if mrope
+            else (place + position_offset)[None]
+        ),
         slots=table[owner, place // block_size].astype(np.int64) * block_size + slot,
         pending=pending,
         q_start=starts.astype(np.int32),
@@ -217,13 +224,11 @@ def _make_ids(
     return ids, np.array(pending, np.int64).reshape(-1, 2).T
 
 
-def _make_positions(
-    windows: Sequence[TokenWindow], place: np.ndarray, owner: np.ndarray, mrope: int, offset: int
+def _make_mrope(
+    windows: Sequence[TokenWindow], place: np.ndarray, owner: np.ndarray, axes: int, dtype: type
 ) -> np.ndarray:
-    if not mrope:
-        return (place + offset)[None]
-    deltas = np.array([w.sequence.position_delta for w in windows], np.int64)
-    rows = np.tile(place + deltas[owner], (mrope, 1))
+    deltas: np.ndarray = np.array([w.sequence.position_delta for w in windows], dtype)
+    rows = np.tile((place + deltas[owner]).astype(dtype), (axes, 1))
     for window in windows:
         known = window.sequence.positions
         if known is not None and window.lo < window.sequence.num_prompt_tokens:

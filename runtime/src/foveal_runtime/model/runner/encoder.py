@@ -275,8 +275,10 @@ class EncoderRunner:
             result = getattr(self._core, spec.method)(**kwargs, return_dict=True)
             levels = [result.pooler_output]
             if self._adapter.deepstack:
-                levels += list(result.deepstack_features)
+                levels += list(getattr(result, "deepstack_features", ()))
         split = [split_rows(level, promised) for level in levels]
+        if missing := self._levels - len(split):  # of sounds: nothing is added to later layers
+            split += [[torch.zeros_like(rows) for rows in split[0]]] * missing
         stacked = (torch.stack([level[i] for level in split]) for i in range(len(items)))
         return [one.to(self._dtype) for one in stacked]
 

@@ -85,6 +85,7 @@ class DecodeGraphs:
     Args:
         sizes: ascending. max_blocks: widest block table of a sequence.
         mrope: rows of rope positions; 0 for one that is the same for all.
+        has_fractions: whether they are no whole numbers.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_blocks: int,
         mrope: int,
+        has_fractions: bool,
     ) -> None:
         most = sizes[-1]
         self._compute = compute
@@ -107,8 +109,9 @@ class DecodeGraphs:
         whole = torch.zeros(most, dtype=torch.int64, device=there)
         short = torch.zeros(most, dtype=torch.int32, device=there)
         self._positions = torch.zeros(
-            (mrope, 1, most) if mrope else (1, most), dtype=torch.int64, device=there
-        )
+            (mrope, 1, most) if mrope else (1, most),
+            dtype=torch.float32 if has_fractions else torch.int64, device=there,
+        )  # fmt: skip
         self._ids = whole
         self._context = ForwardContext(
             backend=backend,

@@ -236,6 +236,7 @@ class TorchRunner:
             sizes=capture_sizes(max_num_seqs),
             max_blocks=-(-max_model_len // self.block_size),
             mrope=self.loaded.rope_axes,
+            has_fractions=self.loaded.adapter.has_fractions,
         )
         try:
             with torch.inference_mode():
@@ -322,6 +323,7 @@ class TorchRunner:
             self.block_size,
             bidirectional=adapter.bidirectional,
             mrope=self.loaded.rope_axes,
+            has_fractions=adapter.has_fractions,
             position_offset=adapter.position_offset,
             placeholder_id=self.loaded.placeholder_id,
         )

@@ -34,7 +34,7 @@ class SequenceState:
     Attributes:
         token_ids: expanded prompt, then the output tokens; the last may be PENDING.
         pending_row: where in the last step's draw a PENDING token is.
-        positions: i64 (axes, num_prompt_tokens) rope positions of a model with mrope, else None.
+        positions: (axes, num_prompt_tokens) rope positions of a model with mrope, else None.
         position_delta: rope position of an output token minus its index.
         scratch: what the sampler keeps of this sequence between steps (counts, masks).
         pool: f64 (E) sum of the hidden states that an embedding is made of, as far as computed.
@@ -47,7 +47,7 @@ class SequenceState:
     mm_inputs: tuple[MMInput, ...]
     sampling: SamplingParams
     positions: np.ndarray | None = None
-    position_delta: int = 0
+    position_delta: float = 0
     pending_row: int = 0
     scratch: dict[str, object] = field(default_factory=dict)
     pool: np.ndarray | float = 0.0
@@ -83,12 +83,13 @@ class SequenceState:
 
 
 _TYPE_IDS = {"image": 1, "video": 2}
+"""Of get_rope_index; sounds have a place only where a family's own `positions` says which."""
 
 
 def prompt_positions(
     core: Any, adapter: Adapter, request: NewRequest
-) -> tuple[torch.Tensor | None, int]:
-    """Positions i64 (axes, num_prompt_tokens) on the host and the delta of later tokens.
+) -> tuple[torch.Tensor | None, float]:
+    """Positions (axes, num_prompt_tokens) on the host and the delta of later tokens.
 
     Needs token ids and grids only. A core's compute_3d_position_ids is never called: it keeps state
     between requests. (None, 0) for families without mrope. Raises BadItem when an item's value
@@ -100,7 +101,7 @@ def prompt_positions(
     ids = torch.tensor([request.token_ids[:length]])
     types = torch.zeros(1, length, dtype=torch.int)
     for one in request.mm_inputs:
-        kind = _TYPE_IDS.get(MODALITIES[one.modality])
+        kind = 0 if adapter.positions else _TYPE_IDS.get(MODALITIES[one.modality])
         if kind is None or MODALITIES[one.modality] not in adapter.encoders:
             raise BadItem(f"{MODALITIES[one.modality]} has no place in this model's positions")
         for start, count in one.placeholder.embed_runs:
@@ -109,7 +110,10 @@ def prompt_positions(
     items = [view_item(value) for value in request.values]
     for one, item in zip(request.mm_inputs, items, strict=True):
         spec = adapter.encoders[MODALITIES[one.modality]]
-        check_grid(item, spec, one.placeholder.num_embeds, core.config)
+        if spec.grid:
+            check_grid(item, spec, one.placeholder.num_embeds, core.config)
+    if adapter.positions is not None:
+        return _own_positions(core.config, adapter, request, items)
     try:
         positions, delta = core.get_rope_index(
             input_ids=ids, mm_token_type_ids=types, **_rope_kwargs(adapter, items)
@@ -117,6 +121,29 @@ def prompt_positions(
     except (*ITEM_ERRORS, StopIteration) as error:
         raise BadItem(f"grids do not fit the prompt: {error}") from error
     return positions[:, 0].contiguous(), int(delta.item())
+
+
+def _own_positions(
+    config: Any, adapter: Adapter, request: NewRequest, items: Sequence[Item]
+) -> tuple[torch.Tensor, float]:
+    """The same of a family that has a function of its own. Raises BadItem."""
+    assert adapter.positions is not None
+    places = []
+    for one, item in zip(request.mm_inputs, items, strict=True):
+        if not adapter.encoders[MODALITIES[one.modality]].grid:
+            continue
+        if len(one.placeholder.embed_runs) != 1:
+            raise BadItem(f"{item.modality} takes more than one stretch of the prompt")
+        places.append((one.placeholder.offset + one.placeholder.embed_runs[0][0], item))
+    length = request.num_prompt_tokens
+    try:
+        found = adapter.positions(config, length, places, adapter.has_fractions)
+    except ITEM_ERRORS as error:
+        raise BadItem(f"grids or times do not fit the prompt: {error}") from error
+    delta = float(found.max()) + 1 - length
+    if adapter.has_fractions:
+        return torch.from_numpy(found), delta
+    return torch.from_numpy(found.astype(np.int64)), int(delta)
 
 
 def _rope_kwargs(adapter: Adapter, items: Sequence[Item]) -> dict[str, torch.Tensor]:
