@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
 from foveal_runtime.engine.types.step import MMInput, NewRequest
 from foveal_runtime.model import profiler
 from foveal_runtime.model.checkpoint.loader import load_model, meta_model
+from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.model.runner.sequence import prompt_positions
 from foveal_runtime.plan.lora import LoraSource
@@ -145,3 +148,22 @@ def test_a_sound_is_encoded_as_if_alone(name: str, bench) -> None:
         found.append(one.runner.store.lookup(job.mm_inputs[-1].mm_hash))
     assert torch.allclose(*found, atol=1e-5)
     assert not found[0][1:].any(), "later layers are given nothing of sounds"
+
+
+def test_what_convolutions_over_a_spectrum_take_is_planned() -> None:
+    """Regression: only the layers behind them were, which take a third of it."""
+    torch.set_num_threads(1)
+    config = hf.Qwen3OmniMoeConfig().thinker_config
+    config.audio_config.encoder_layers = 1
+    tower = Qwen3OmniMoeAudioEncoder(config.audio_config).to(torch.bfloat16).eval()
+    frames = torch.randn(config.audio_config.num_mel_bins, 1000, dtype=torch.bfloat16)
+    meter = PeakMeter("cpu")
+
+    def encode(count: int) -> None:
+        tower(frames[:, :count], feature_lens=torch.tensor([count]))
+
+    with torch.inference_mode():
+        encode(100)
+        least, most = (meter.peak_of(lambda n=n: encode(n)) for n in (200, 1000))
+    planned = profiler._encoder_bytes(config, 2)["audio"] * (1000 - 200) // 2
+    assert 0.6 * planned < most - least <= planned

@@ -188,7 +188,8 @@ def _activations(
 
 def _encoder_bytes(config: Any, itemsize: int) -> dict[str, int]:
     """Peak bytes of each modality's encoder for each patch: residual, normed input, projections and
-    output of attention, two intermediates of the MLP."""
+    output of attention, two intermediates of the MLP. Or of convolutions over a spectrum (Qwen3's):
+    the first one's channels of half the bins, before and after the activation, and a half more."""
     found = {}
     for name, modalities in (("vision_config", ("image", "video")), ("audio_config", ("audio",))):
         tower = getattr(config, name, None)
@@ -199,7 +200,11 @@ def _encoder_bytes(config: Any, itemsize: int) -> dict[str, int]:
         inside = max(inside, int(getattr(tower, "embed_dim", 0) or 0))
         inner = int(getattr(tower, "intermediate_size", 0) or
                     getattr(tower, "encoder_ffn_dim", 0) or 4 * inside)  # fmt: skip
-        found.update(dict.fromkeys(modalities, (8 * inside + 2 * inner) * itemsize))
+        convolved = int(getattr(tower, "downsample_hidden_size", 0) or 0) * (
+            int(getattr(tower, "num_mel_bins", 0) or 0) // 2
+        )
+        each = max(8 * inside + 2 * inner, 5 * convolved // 2)
+        found.update(dict.fromkeys(modalities, each * itemsize))
     return found
 
 
