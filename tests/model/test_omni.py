@@ -25,6 +25,7 @@ from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import BadItem
 from tests.support.models.bench import pack
 from tests.support.models.lora import plain, write_adapter
+from tests.support.models.rerun_capturer import RerunCapturer
 from tests.support.models.tiny_checkpoints import AUDIO, CASES, VIDEO, Prompt, make_prompt
 
 pytestmark = pytest.mark.model
@@ -167,3 +168,14 @@ def test_what_convolutions_over_a_spectrum_take_is_planned() -> None:
         least, most = (meter.peak_of(lambda n=n: encode(n)) for n in (200, 1000))
     planned = profiler._encoder_bytes(config, 2)["audio"] * (1000 - 200) // 2
     assert 0.6 * planned < most - least <= planned
+
+
+def test_recorded_steps_keep_fractions_of_positions(bench) -> None:
+    one = bench("qwen3_omni_moe_thinker")
+    assert one.runner.record_decoding(RerunCapturer(), max_num_seqs=4, max_model_len=96)
+    prompts = [one.prompt(seed, [(VIDEO, seed)], num_text=3 + seed) for seed in range(3)]
+    jobs = [one.job(str(seed), prompt) for seed, prompt in enumerate(prompts)]
+    one.driver.run(jobs)
+    assert one.runner._graphs.num_played
+    for job, prompt in zip(jobs, prompts, strict=True):
+        one.check(job, prompt)
