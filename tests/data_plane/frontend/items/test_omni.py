@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
+from foveal_runtime.frontend.media.processors import ItemProcessor
 from foveal_runtime.frontend.media.timed import Frames
+from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import InvalidRequest, MediaTooLarge
 from foveal_runtime.wire.item import view_item
 from tests.support.media_files import mp4, wav
@@ -77,3 +81,18 @@ def test_the_sound_of_a_video_is_a_part_of_its_own(loaded, name, option):
     assert off == processor.process(1, processor.decode(1, mp4(8), {}), {})
     with pytest.raises(InvalidRequest, match="is not an option"):
         loaded("qwen2_vl")[0].decode(1, mp4(8), {option: False})
+
+
+@pytest.mark.parametrize(("name", "most"), [("qwen2_5_omni", 602_112), ("qwen3_omni_moe", 786_432)])
+def test_frames_get_no_larger_than_the_processor_makes_them(tiny, tmp_path, name, most):
+    """Regression: published files name a size that these processors replace by one of their own,
+    and a request could ask for frames up to the former."""
+    path = tiny.save(name, tmp_path)
+    saved = json.loads((path / "processor_config.json").read_bytes())
+    saved["video_processor"]["size"] = {"shortest_edge": 3136, "longest_edge": 12_845_056}
+    (path / "processor_config.json").write_text(json.dumps(saved))
+    processor = ItemProcessor(str(path), ModalitiesConfig())
+    size = {"shortest_edge": 3136, "longest_edge": most}
+    assert processor.decode(1, mp4(8), {"size": size}).total == 8
+    with pytest.raises(InvalidRequest, match=f"'longest_edge': {most}"):
+        processor.decode(1, mp4(8), {"size": {**size, "longest_edge": most + 1}})

@@ -88,6 +88,7 @@ def check(
         return
     known = known_options(processor, modality)
     defaults = _defaults(getattr(processor, _PARTS[modality], None))
+    defaults |= getattr(processor, _GROUPS[modality], None) or {}  # which it calls its part with
     for name, value in options.items():
         if name in reserved:
             raise _refused(name, "cannot be set by a request")
