@@ -23,6 +23,8 @@ from tests.support.models.rerun_capturer import RerunCapturer
 ONE_BY_ONE = (
     "deepseek_ocr2", "deepseek_v3_mla", "gemma4_moe", "glm4v_moe", "kimi_k25", "llama4",
     "llama4_text", "mistral3_latent", "mistral4", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
+    "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker",
     "qwen3_vl_moe",
 )  # fmt: skip
 FORMATS = ("fp8", "W4A16", "W4A16 asymmetric", "W8A8", "FP8 dynamic", "FP8 by block", "AWQ", "GPTQ")

@@ -148,6 +148,8 @@ def _place_experts(
             made.append(ExpertLayer(number, name, linear, layout, kept_slices, source))
         kind = QuantizedExperts if hasattr(experts, "_apply_gate") else RepeatedExperts
         model.set_submodule(owner, kind(experts, made))
+        # Qwen3-Omni's block would draw its experts' initial values itself.
+        model.get_submodule(owner.rpartition(".")[0])._is_hf_initialized = True
     if found:  # they are read here: transformers need not list them as unknown to it
         model._keys_to_ignore_on_load_unexpected.add(r"\.experts\.")
     return places
