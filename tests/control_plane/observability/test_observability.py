@@ -48,6 +48,9 @@ NOT_SHOWN = {
     "foveal_engine_grammar_lookups", "foveal_engine_grammar_hits", "foveal_engine_grammars_cached",
     "foveal_engine_grammar_compile_seconds", "foveal_engine_grammar_mask_seconds",
     "foveal_engine_grammars_cached_bytes",
+    # Of an option that is off by default.
+    "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
     # For endpoint pickers; the boards show what engines themselves say.
     "foveal_engines_requests_waiting", "foveal_engines_kv_cache_usage",
 }  # fmt: skip

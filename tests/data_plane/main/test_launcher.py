@@ -51,9 +51,10 @@ def test_a_frontend_that_starts_again_counts_on(
     file = tmp_path / "frontend-0.counts"
     assert child.log_path.read_text() == f"{file}\n" * 2
     assert _counts_file(None) is None
+    assert _counts_file(Member(1, "/sockets")) == Path("/sockets/1.counts")
     monkeypatch.setenv(COUNTS_VARIABLE, str(file))
     assert _counts_file(None) == file
-    assert _counts_file(Member(1, "/sockets")) == Path("/sockets/1.counts")
+    assert _counts_file(Member(1, "/sockets")) == Path(f"{file}.1")
 
 
 def test_a_start_without_logs_leaves_no_folder(
