@@ -28,7 +28,6 @@ from tests.support.models.lora import plain, write_adapter
 from tests.support.models.rerun_capturer import RerunCapturer
 from tests.support.models.tiny_checkpoints import AUDIO, CASES, VIDEO, Prompt, make_prompt
 
-pytestmark = pytest.mark.model
 THINKERS = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
 WHOLE = ["qwen2_5_omni", "qwen3_omni_moe"]
 

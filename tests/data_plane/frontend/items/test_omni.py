@@ -14,7 +14,6 @@ from foveal_runtime.plan.errors import InvalidRequest, MediaTooLarge
 from foveal_runtime.wire.item import view_item
 from tests.support.media_files import mp4, wav
 
-pytestmark = pytest.mark.model
 NAMES = ["qwen2_5_omni", "qwen3_omni_moe"]
 
 
