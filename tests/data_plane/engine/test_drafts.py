@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from foveal_runtime.engine.testing.drive import Drive, image
+from foveal_runtime.engine.testing.drive import Drive, assert_alike, image
 from foveal_runtime.engine.types.drafts import Drafts
 from foveal_runtime.engine.types.step import ModelTraits
 from foveal_runtime.plan.sampling import SamplingParams
@@ -17,18 +17,9 @@ TRAITS = ModelTraits(
 
 def both(fill, **options):
     """The same requests without guesses and with them; every step checks all books."""
-    found = []
-    for count in (0, 4):
-        drive = Drive(traits=TRAITS, num_speculative_tokens=count, draft_match=(1, 3), **options)
-        fill(drive)
-        drive.run()
-        drive.assert_done()
-        found.append(drive)
-    usual, guessed = found
-    assert guessed.outputs == usual.outputs
-    assert guessed.finish == usual.finish
-    assert guessed.errors == usual.errors
-    return usual, guessed
+    guesses = {"num_speculative_tokens": 4, "draft_match": (1, 3)}
+    found = [Drive(traits=TRAITS, **more, **options) for more in ({}, guesses)]
+    return assert_alike(fill, *found)
 
 
 def params(**options):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from foveal_runtime.engine.testing.drive import Drive, image
+from foveal_runtime.engine.testing.drive import Drive, assert_alike, image
 from foveal_runtime.engine.types.step import ModelTraits
 from foveal_runtime.plan.errors import FovealError
 from foveal_runtime.plan.sampling import SamplingParams
@@ -17,18 +17,8 @@ TRAITS = ModelTraits(
 
 def both(fill, **options):
     """The same requests in a usual loop and in one that runs ahead; every step checks all books."""
-    found = []
-    for run_ahead in (False, True):
-        drive = Drive(traits=TRAITS, run_ahead=run_ahead, **options)
-        fill(drive)
-        drive.run()
-        drive.assert_done()
-        found.append(drive)
-    usual, ahead = found
-    assert ahead.outputs == usual.outputs
-    assert ahead.finish == usual.finish
-    assert ahead.errors == usual.errors
-    return usual, ahead
+    found = [Drive(traits=TRAITS, run_ahead=run_ahead, **options) for run_ahead in (False, True)]
+    return assert_alike(fill, *found)
 
 
 def params(**options):

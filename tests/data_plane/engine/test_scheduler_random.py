@@ -61,6 +61,8 @@ LIMITS = st.fixed_dictionaries({
     "disable_chunked_mm_input": st.booleans(),
     "prefix_caching": st.booleans(),
     "window": st.sampled_from([0, 0, 1, 6, 21]),
+    "num_speculative_tokens": st.sampled_from([0, 0, 1, 4]),
+    "draft_match": st.just((1, 3)),
 })  # fmt: skip
 
 
@@ -80,11 +82,12 @@ class Engine(RuleBasedStateMachine):
         bidirectional=st.sampled_from(["none", "none", "item", "prompt"]),
         run_ahead=st.booleans(),
         spare=st.integers(0, 20),
+        vocab_size=st.sampled_from([2, 60]),
     )
     @precondition(lambda self: self.drive is None)
-    def start(self, limits, bidirectional, run_ahead, spare):
+    def start(self, limits, bidirectional, run_ahead, spare, vocab_size):
         traits = ModelTraits(
-            vocab_size=60, max_position=500, eos_token_ids=(), is_multimodal=True,
+            vocab_size=vocab_size, max_position=500, eos_token_ids=(), is_multimodal=True,
             bidirectional=bidirectional, embed_bytes=32,
         )  # fmt: skip
         costs = 0.01, 0.001, 0.002

@@ -6,7 +6,7 @@ books.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from foveal_runtime.engine.scheduler.scheduler import Scheduler
@@ -261,3 +261,15 @@ class Drive:
                 self.finish[request.request_id] = output.finish
             if output.error is not None:
                 self.errors[request.request_id] = output.error
+
+
+def assert_alike(fill: Callable[[Drive], None], usual: Drive, other: Drive) -> tuple[Drive, Drive]:
+    """Both serve the requests that `fill` adds, to their ends, and say the same."""
+    for drive in (usual, other):
+        fill(drive)
+        drive.run()
+        drive.assert_done()
+    assert other.outputs == usual.outputs
+    assert other.finish == usual.finish
+    assert other.errors == usual.errors
+    return usual, other
