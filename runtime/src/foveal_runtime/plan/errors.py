@@ -74,8 +74,8 @@ class InvalidRequest(ClientError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Clients cut a conversation when they know this error, some by its code, others by the words
-    "prompt is too long" alone."""
+    """Clients cut a conversation when they know this error, some by its code, others by words:
+    "prompt is too long", or OpenAI's "this model's maximum context length is" (litellm)."""
 
     code = "context_length_exceeded"
 

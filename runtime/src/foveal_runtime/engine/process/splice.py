@@ -46,8 +46,8 @@ def splice(
     if length > max_tokens:
         raise ContextLengthExceeded(
             f"the prompt is too long: it has {length} tokens after its media items are expanded, "
-            f"and this model takes at most {max_tokens} including at least one output token: "
-            "shorten the prompt or send fewer or smaller media items",
+            f"and this model's maximum context length is {max_tokens} tokens, one of them of an "
+            "answer: shorten the prompt or send fewer or smaller media items",
             param="messages",
         )
     out: list[int] = []

@@ -331,8 +331,8 @@ def _check_request(
     if prompt + request.sampling.least_outputs > limits.max_model_len:
         raise ContextLengthExceeded(
             f"the prompt is too long: it has {prompt} tokens after its media items are expanded; "
-            f"this model takes at most {limits.max_model_len} tokens, prompt and output together: "
-            "shorten the prompt or send fewer or smaller media items",
+            f"this model's maximum context length is {limits.max_model_len} tokens, prompt and "
+            "output together: shorten the prompt or send fewer or smaller media items",
             param="messages",
         )
     if request.num_tokens > limits.kv_tokens:

@@ -120,7 +120,8 @@ def prompt_ids(
         )
     if len(prompt) > limit:
         raise ContextLengthExceeded(
-            f"the prompt is too long: {param} has {len(prompt)} tokens; at most {limit} are taken",
+            f"the prompt is too long: {param} has {len(prompt)} tokens, of which at most {limit} "
+            "are taken: this model's maximum context length is exceeded",
             param=param,
         )
     largest = max(prompt, default=0)
