@@ -193,6 +193,7 @@ def told(*lines: tuple[str, float], error: Exception | None = None) -> list[str]
         record = logging.LogRecord("kopf.x", logging.ERROR, "x.py", 1, text, (), info)
         record.created = at
         if only.filter(record):
+            assert record.exc_info is None
             found.append(record.getMessage())
     return found
 
@@ -211,6 +212,8 @@ def test_what_kopf_says_is_one_plain_line_a_minute() -> None:
         f"asking again for {url}: OSError(111, 'refused') (told once a minute)"
     ]
     assert told(("Watcher for pods has failed: gone", 0.0), error=OSError("gone")) == []
+    fault = "Handler 'pods' failed with an exception and will ignore it: KeyError('x')"
+    assert told((fault, 0.0), error=KeyError("x")) == [fault]
     assert told(("Ignoring an unsupported event type", 0.0)) == [
         "Ignoring an unsupported event type"
     ]

@@ -28,13 +28,15 @@ class JsonLines(logging.Formatter):
 
 class KopfsLines(logging.Filter):
     """Leaves out what kopf says of its own end, with tracebacks: the line of whoever starts the
-    watches again says why they ended. Requests that fail are told one a minute, without the
-    headers: kopf says so of each kind in each namespace, again and again."""
+    watches again says why they ended. A handler's own fault stays, as a line. Requests that fail
+    are told one a minute, without the headers: kopf says so of each kind in each namespace, again
+    and again."""
 
     _OWN = re.compile("will re-authenticate|OS signals are|Cleanup activity|Unresolved resources")
     _RETRY = re.compile(
         r"will retry: \w+ ([^ ?]+)\S* -> (?:API\w+\(.)?(.*?)(?:., \{.*)?$", re.DOTALL
     )
+    _FAULT = " failed with an exception"
     PAUSE_SECONDS = 60.0
 
     def __init__(self) -> None:
@@ -45,6 +47,9 @@ class KopfsLines(logging.Filter):
         if not record.name.startswith("kopf"):
             return True
         text = record.getMessage()
+        if self._FAULT in text:
+            record.exc_info = record.exc_text = None  # the line names the error
+            return True
         if record.exc_info or self._OWN.search(text):
             return False
         if found := self._RETRY.search(text):

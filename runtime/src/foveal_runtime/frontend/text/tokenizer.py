@@ -112,8 +112,8 @@ class TextTokenizer:
             if at_least > limit:
                 raise ContextLengthExceeded(
                     f"the prompt is too long: it has {len(text)} characters, and its first "
-                    f"{start + len(piece)} are more than {limit} tokens already, of which no more "
-                    "are taken: this model's maximum context length is exceeded"
+                    f"{start + len(piece)} are more than {limit} tokens already: this model's "
+                    "maximum context length is exceeded"
                 )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
