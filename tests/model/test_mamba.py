@@ -13,12 +13,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 
 from foveal_runtime.engine.types.step import EncoderInput
 from foveal_runtime.model.checkpoint.loader import class_for, load_model, read_config
-from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.layers import mamba, state
 from foveal_runtime.model.layers.state import StateForward
 from foveal_runtime.model.profiler import predict
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
+from tests.support.allocations import most_allocated
 from tests.support.models.bench import pack
 from tests.support.models.scheduled_bench import Engine, converse, goes_on_elsewhere
 from tests.support.models.tiny_checkpoints import CASES, save, text_case
@@ -139,14 +139,13 @@ def test_temporary_memory_is_bounded(heads: int, keys: int) -> None:
         "conv": torch.zeros(12, module.conv_dim, 4),
         "recurrent": torch.zeros(12, heads, 64, keys),
     }
-    meter = PeakMeter("cpu")
     bound = mamba.scratch_bytes(module)
     for segments in ([[0, 600, 3]], [[row, 1, row] for row in range(12)]):
         with torch.inference_mode():
             rows = torch.randn(1, sum(count for _, count, _ in segments), 64)
             arguments = (rows, parts, torch.tensor(segments))
             forward.split(*arguments)
-            peak = meter.peak_of(lambda arguments=arguments: forward.split(*arguments))
+            peak = most_allocated(lambda arguments=arguments: forward.split(*arguments))
         assert 0.3 * bound < peak < bound
 
 

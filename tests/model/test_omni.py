@@ -16,13 +16,13 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from foveal_runtime.engine.types.step import MMInput, NewRequest
 from foveal_runtime.model import profiler
 from foveal_runtime.model.checkpoint.loader import load_model, meta_model
-from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.layers.lora import Loras
 from foveal_runtime.model.runner.sequence import prompt_positions
 from foveal_runtime.plan.lora import LoraSource
 from foveal_runtime.plan.media import PlaceholderRange
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.item import BadItem
+from tests.support.allocations import most_allocated
 from tests.support.models.bench import pack
 from tests.support.models.lora import plain, write_adapter
 from tests.support.models.rerun_capturer import RerunCapturer
@@ -157,14 +157,13 @@ def test_what_convolutions_over_a_spectrum_take_is_planned() -> None:
     config.audio_config.encoder_layers = 1
     tower = Qwen3OmniMoeAudioEncoder(config.audio_config).to(torch.bfloat16).eval()
     frames = torch.randn(config.audio_config.num_mel_bins, 1000, dtype=torch.bfloat16)
-    meter = PeakMeter("cpu")
 
     def encode(count: int) -> None:
         tower(frames[:, :count], feature_lens=torch.tensor([count]))
 
     with torch.inference_mode():
         encode(100)
-        least, most = (meter.peak_of(lambda n=n: encode(n)) for n in (200, 1000))
+        least, most = (most_allocated(lambda n=n: encode(n)) for n in (200, 1000))
     planned = profiler._encoder_bytes(config, 2)["audio"] * (1000 - 200) // 2
     assert 0.6 * planned < most - least <= planned
 
