@@ -109,7 +109,7 @@ cluster: $(VENV)/.dev ## image, chart and resource on a real node of this machin
 e2e: cluster faults ## everything on real processes: a cluster of one node, then processes under faults
 
 bench: $(VENV)/.dev ## micro benches, then a short paired run against the servers installed (minutes)
-	@for part in media workers mirror blocks scheduler grammars constrained_step attention delta_rule step; do \
+	@for part in media workers mirror blocks scheduler grammars constrained_step attention recurrent step; do \
 	  echo "--- $$part"; $(PY) -m e2e.bench.micro.$$part || exit 1; done
 	@$(PY) -m e2e.bench --quick
 

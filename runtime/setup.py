@@ -18,16 +18,18 @@ from setuptools.errors import CompileError
 
 PACKAGE = "foveal_runtime.model.cpu.kernels"
 FOLDER = "src/foveal_runtime/model/cpu/kernels"
-SOURCES = ("decoder_layers", "delta_rule", "paged_decode", "paged_prefill", "rows")
+SOURCES = ("decoder_layers", "paged_decode", "paged_prefill", "recurrent", "rows")
 HEADERS = (
     "chunked_products",
     "chunks",
     "delta_rule",
     "lanes",
     "linear",
+    "mamba",
     "paged",
     "products",
     "rows",
+    "short_convolution",
     "tiled_products",
     "tiles",
 )

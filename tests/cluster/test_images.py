@@ -127,7 +127,7 @@ def test_user_and_contents(tree: tuple[str, Path]) -> None:
     assert not [path for path in installers if path.exists()], "the image holds an installer"
     assert ("torch" in parts) == (target == "runtime")
     if target == "runtime":
-        for kernel in ("decoder_layers", "delta_rule", "paged_decode", "paged_prefill", "rows"):
+        for kernel in ("decoder_layers", "paged_decode", "paged_prefill", "recurrent", "rows"):
             assert list((root / "opt/venv/lib").glob(f"python3*/**/kernels/{kernel}_*.so")), kernel
         assert (root / "usr/bin/tini").is_file()
         assert not (root / "usr/bin/gcc").exists()

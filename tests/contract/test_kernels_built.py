@@ -21,7 +21,7 @@ from foveal_runtime.model.cpu import kernels
 RUNTIME = Path(__file__).parents[2] / "runtime"
 LOADERS = (
     kernels.load_kernel, kernels.load_prefill_kernel, kernels.load_row_kernels,
-    kernels.load_decoder_kernel, kernels.load_delta_kernel,
+    kernels.load_decoder_kernel, kernels.load_recurrent_kernels,
 )  # fmt: skip
 COMPILED = pytest.mark.skipif(
     not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc"))

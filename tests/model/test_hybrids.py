@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from foveal_runtime.model.cpu.kernels import load_delta_kernel
+from foveal_runtime.model.cpu.kernels import load_recurrent_kernels
 from foveal_runtime.model.layers import state
 from foveal_runtime.model.layers.state import StatePool, States
 from foveal_runtime.model.parallel.tensor_parallel import check_splits
@@ -46,10 +46,10 @@ def delta_nets(one) -> list:
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_transformers(name: str, with_kernels: bool, bench, monkeypatch) -> None:
     if not with_kernels:
-        monkeypatch.setattr(state, "load_delta_kernel", lambda: "none here")
+        monkeypatch.setattr(state, "load_recurrent_kernels", lambda: "none here")
     one = bench(name, attention="auto" if with_kernels else "torch", reuse=False)
     rules = {module.forward.rule is not None for module in delta_nets(one)}
-    has_kernel = with_kernels and not isinstance(load_delta_kernel(), str)
+    has_kernel = with_kernels and not isinstance(load_recurrent_kernels(), str)
     assert rules == (set() if "lfm" in name else {has_kernel})
     for job, prompt in run(one, {5: "a", 8: "b"}):
         one.check(job, prompt)

@@ -13,6 +13,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 
 from foveal_runtime.engine.types.step import EncoderInput
 from foveal_runtime.model.checkpoint.loader import class_for, load_model, read_config
+from foveal_runtime.model.cpu.kernels import load_recurrent_kernels
 from foveal_runtime.model.layers import mamba, state
 from foveal_runtime.model.layers.state import StateForward
 from foveal_runtime.model.profiler import predict
@@ -45,10 +46,36 @@ def largest(one) -> float:
     return max(one.deviation(job, prompt) for job, prompt in staggered(one))
 
 
-@pytest.mark.parametrize("attention", ["torch", "auto"])
+@pytest.fixture
+def without_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(state, "load_recurrent_kernels", lambda: "none here")
+
+
+def with_rules(one) -> set[bool]:
+    return {m.forward.rule is not None for m in mamba.mixers_of(one.runner.loaded.decoder)}
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_transformers(name: str, attention: str, bench) -> None:
-    check_all(bench(name, attention=attention, reuse=False))
+def test_equals_transformers(name: str, bench) -> None:
+    one = bench(name, attention="auto", reuse=False)
+    assert with_rules(one) == {not isinstance(load_recurrent_kernels(), str)}
+    check_all(one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_transformers_by_its_modules(name: str, bench, without_kernels) -> None:
+    one = bench(name, attention="torch", reuse=False)
+    assert with_rules(one) == {False}
+    check_all(one)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"])
+@pytest.mark.skipif(isinstance(load_recurrent_kernels(), str), reason="no kernels")
+def test_the_kernel_computes_bfloat16(name: str, tiny) -> None:
+    runner = TorchRunner.load(str(tiny(name)), dtype="bfloat16", block_size=8)
+    mixers = list(mamba.mixers_of(runner.loaded.decoder))
+    assert mixers
+    assert all(mixer.forward.rule is not None for mixer in mixers)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +107,20 @@ class OnlyUpdated(state._Slots):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_states_that_are_written_in_place_alone_are_seen(name: str, bench, monkeypatch) -> None:
+def test_states_that_are_written_in_place_alone_are_seen(
+    name: str, bench, monkeypatch, without_kernels
+) -> None:
     monkeypatch.setattr(state, "_Slots", OnlyUpdated)
     assert largest(bench(name, reuse=False)) > 0.1
 
 
-def test_steps_below_the_limit_are_seen(bench, monkeypatch) -> None:
+def test_steps_below_the_limit_are_seen(bench, monkeypatch, without_kernels) -> None:
     """Control: without the limit, tokens that are computed alone have other numbers."""
     monkeypatch.setattr(mamba, "settle", lambda module: None)
     assert largest(bench("nemotron_h", reuse=False)) > 0.1
 
 
-def test_pieces_change_nothing(bench, monkeypatch) -> None:
+def test_pieces_change_nothing(bench, monkeypatch, without_kernels) -> None:
     monkeypatch.setattr(mamba, "ROWS", 3)
     monkeypatch.setattr(mamba, "num_sequences", lambda module: 2)
     check_all(bench("nemotron_h", reuse=False))

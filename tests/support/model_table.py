@@ -90,17 +90,17 @@ conversations and of questions about the same images, hits are at least 95 % of 
 attention (`tests/model/test_hybrid_prefixes.py`, `tests/data_plane/engine/test_snapshots.py`).
 `foveal_cache_*{{cache="state"}}` and `foveal_prefix_tokens_without_state_total` show them at work.
 
-On CPUs, a C kernel computes the gated delta rule of Qwen3.5 and Qwen3-Next with the convolution
-before it and the norm behind it, for all sequences of a step at once and with their states where
-they lie; a layer then takes 1.0 to 1.8 times its linear layers (2 to 36 times by transformers'
-fallback, which stays for machines and modules that the kernel does not fit;
+On CPUs, C kernels compute the gated delta rule (Qwen3.5, Qwen3-Next) and Mamba-2's recurrence
+(Bamba, Falcon-H1, Granite 4, Nemotron-H), each with the convolution before it and the norm behind
+it, for all sequences of a step at once and with their states where they lie. A layer then takes 1.0
+to 1.8 and 1.05 to 2.3 times its linear layers (1.6 to 36 times by transformers' fallback, which
+stays for devices, machines and modules that no kernel fits;
 [results](../../e2e/results/benchmarks.md#micro-benches)). A token's numbers do not depend on where
-chunks end (`tests/model/test_delta_rule.py`).
+chunks end (`tests/model/test_recurrent_kernels.py`).
 
-Mamba-2 mixers are computed by transformers' fallback on every device, in pieces of 128 tokens of a
-prompt and of 16 MiB of states that go one token on, whose temporary memory is part of the plan. On
-a CPU it takes milliseconds for each layer and token of an answer. Time steps stay within the limits
-of the configuration (Nemotron-H: at least `time_step_min`) in answers as in prompts; transformers'
+By the fallback, Mamba-2 mixers compute 128 tokens of a prompt at a time, and 16 MiB of states that
+go one token on, whose temporary memory is part of the plan. Time steps stay within the limits of
+the configuration (Nemotron-H: at least `time_step_min`) in answers as in prompts; transformers'
 forward over a whole text does the same, its `generate` lets those of an answer go below.
 
 ## Layers with a sliding window

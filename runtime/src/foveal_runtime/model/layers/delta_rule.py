@@ -3,40 +3,39 @@
 Made by `state` for each layer with a recurrent state. transformers computes the delta rule with
 torch's operators in chunks of 64 tokens, for each sequence alone, which takes many times as long as
 the layer's linear layers. Here these take all tokens of a step at once, and the kernel
-(kernels/delta_rule.c) does the rest, with the states where the pool has them.
+(kernels/delta_rule.h) does the rest, with the states where the pool has them.
 
 That a module has the parts of such a layer is read from it; that they compute what the kernel
-computes is tried with the module's own weights. A module that is anything else keeps its forward.
+computes, `state` tries with the module's own weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from foveal_runtime.model.cpu.fusing import TOLERANCE
-from foveal_runtime.model.cpu.kernels import DONE, DeltaJob, DeltaKernel
+from foveal_runtime.model.cpu.kernels import DONE, DeltaJob, RecurrentKernels
 from foveal_runtime.model.cpu.packing import DTYPES
-from foveal_runtime.model.layers.layer_parts import Unlike, trying
+from foveal_runtime.model.layers.layer_parts import Unlike
 
 Parts = Mapping[str, torch.Tensor]
 """A layer's states: "conv" (slots, C, taps) in the model's dtype, "recurrent" (slots, value heads,
 key dimension, value dimension) in float32."""
-Plain = Callable[[torch.Tensor, Parts, Sequence[int]], torch.Tensor]
-"""Rows (n, T, E) of n sequences, a layer's states, and their slots, to rows (n, T, E)."""
-
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-_TRIED = 5
-"""Tokens of a trial's chunk, beside a sequence of one token."""
 
 
 class DeltaRule:
-    """One module's forward with the kernel."""
+    """One module's forward with the kernel.
 
-    def __init__(self, module: Any, kernel: DeltaKernel) -> None:
+    Attributes:
+        dtype: of rows and weights.
+    """
+
+    NAME = "the gated delta rule"
+
+    def __init__(self, module: Any, kernels: RecurrentKernels) -> None:
         """Raises Unlike."""
         dtype = module.conv1d.weight.dtype  # linears may be quantised
         if module.conv1d.weight.device.type != "cpu":
@@ -47,8 +46,8 @@ class DeltaRule:
         if module.conv1d.bias is not None or module.activation not in ("silu", "swish"):
             raise Unlike("its convolution is another")
         self._module = module
-        self._kernel = kernel
-        self._dtype = dtype
+        self._kernels = kernels
+        self.dtype = dtype
         self._is_joint = hasattr(module, "in_proj_qkvz")
         self._decay = -module.A_log.detach().float().exp()
         self._shift = module.dt_bias.detach().float()
@@ -91,7 +90,7 @@ class DeltaRule:
             ("step", step), ("out", out),
         ):  # fmt: skip
             setattr(job, name, one.data_ptr())
-        code = self._kernel.run(job)
+        code = self._kernels.delta_rule(job)
         if code != DONE:
             raise Unlike("its heads have no kernel")
         return out
@@ -100,7 +99,7 @@ class DeltaRule:
         """The kernel's job but for a step's rows; its addresses are good while the states and this
         are there."""
         past, state = parts["conv"], parts["recurrent"]
-        assert (past.dtype, state.dtype) == (self._dtype, torch.float32)
+        assert (past.dtype, state.dtype) == (self.dtype, torch.float32)
         assert past.is_contiguous()
         assert state.is_contiguous()
         return DeltaJob(
@@ -119,7 +118,7 @@ class DeltaRule:
         module = self._module
         heads = (module.num_v_heads, module.head_k_dim, module.head_v_dim)
         conv = (module.conv_dim, module.conv_kernel_size)
-        return {"conv": (conv, self._dtype), "recurrent": (heads, torch.float32)}
+        return {"conv": (conv, self.dtype), "recurrent": (heads, torch.float32)}
 
     def products(self, width: int) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of its linear layers, by their roles in the kernels' `Layer`."""
@@ -147,23 +146,3 @@ class DeltaRule:
         *qkv, gate, rate, step = module.fix_query_key_value_ordering(*joint)
         mixed = torch.cat([one.flatten(2) for one in qkv], dim=-1)
         return mixed, gate.flatten(2), rate, step
-
-
-def make_delta_rule(module: Any, kernel: DeltaKernel, plain: Plain, states: Parts) -> DeltaRule:
-    """The kernel's way of computing `module`, as `plain` does. `states`: some of two slots, with
-    whatever in them. Raises Unlike where the kernel computes another thing."""
-    with trying():
-        made = DeltaRule(module, kernel)
-        width = module.out_proj.out_features
-        rows = torch.randn(1, 1 + _TRIED, width).to(made._dtype)
-        before = {name: torch.randn_like(one) / 4 for name, one in states.items()}
-        wanted, got = ({k: v.clone() for k, v in before.items()} for _ in range(2))
-        wanted["out"] = torch.cat(
-            [plain(rows[:, :1], wanted, [1]), plain(rows[:, 1:], wanted, [0])], dim=1
-        )
-        got["out"] = made(rows, got, torch.tensor([[0, 1, 1], [1, _TRIED, 0]]))
-        for name, one in wanted.items():
-            apart = float((got[name].double() - one.double()).abs().max())
-            if not apart <= TOLERANCE[made._dtype] * float(one.double().abs().max()):
-                raise Unlike(f"{name} differs by {apart:.2g}")
-    return made

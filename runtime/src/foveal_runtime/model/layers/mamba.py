@@ -1,7 +1,9 @@
-"""Mamba-2 mixers as transformers computes them, in pieces of bounded memory.
+"""Mamba-2 mixers (Nemotron-H, Granite 4, Falcon-H1, Bamba): with a C kernel between their linear
+layers on CPUs, else as transformers computes them, in pieces of bounded memory.
 
-Called by state.py, which gives them their sequences' states, and by the profiler. transformers'
-scan of a prompt needs much temporary memory for each token, its step of one token some copies of
+Called by state.py, which gives them their sequences' states and tries whether the kernel
+(kernels/mamba.h) computes what a module computes, and by the profiler. transformers' scan of a
+prompt needs much temporary memory for each token, its step of one token some copies of
 the state: a few rows at a time bound both, and are faster on CPUs. The scan keeps a token's time
 step within the limits of the configuration, the step of one token does not: a token would have
 other numbers where a chunk ends before it. Here both keep it there, as transformers' forward over
@@ -17,12 +19,116 @@ from typing import Any
 import torch
 from torch import nn
 
+from foveal_runtime.model.cpu.kernels import DONE, MambaJob, RecurrentKernels, RmsNorm
+from foveal_runtime.model.cpu.packing import DTYPES
+from foveal_runtime.model.layers.delta_rule import Parts
+from foveal_runtime.model.layers.layer_parts import Unlike
 from foveal_runtime.plan.errors import StartupError
 
 ROWS = 128
 """Tokens of one sequence in one call."""
 _CHUNK = 32  # of the scan, which fills the last one up: the result is the same
 _STATE_BYTES = 16 << 20  # of sequences that go one token on in one call
+
+
+class MambaRule:
+    """One mixer's forward with the kernel.
+
+    Attributes:
+        dtype: of rows and weights.
+    """
+
+    NAME = "Mamba-2's recurrence"
+
+    def __init__(self, module: Any, kernels: RecurrentKernels) -> None:
+        """Raises Unlike."""
+        conv = module.conv1d
+        self.dtype = conv.weight.dtype  # linears may be quantised
+        if conv.weight.device.type != "cpu":
+            raise Unlike("it is on a device")
+        if self.dtype not in DTYPES or module.activation not in ("silu", "swish"):
+            raise Unlike(f"its convolution is of {self.dtype} with {module.activation}")
+        self._module = module
+        self._kernels = kernels
+        self._sizes = (module.intermediate_size, module.conv_dim, module.num_heads)
+        self._decay = -module.A_log.detach().float().exp()
+        self._shift, self._skip = (one.detach().float() for one in (module.dt_bias, module.D))
+        self._shape = {
+            "dtype": DTYPES[self.dtype],
+            "num_groups": module.n_groups,
+            "num_heads": module.num_heads,
+            "head_dim": module.head_dim,
+            "state_dim": module.ssm_state_size,
+            "taps": module.conv_kernel_size,
+            "conv_weight": conv.weight.data_ptr(),
+            "conv_bias": 0 if conv.bias is None else conv.bias.data_ptr(),
+            "decay": self._decay.data_ptr(),
+            "shift": self._shift.data_ptr(),
+            "skip": self._skip.data_ptr(),
+            **self._norm(module.norm),
+        }
+
+    def _norm(self, norm: Any) -> dict[str, Any]:
+        """The gate and norm of the kernel's job."""
+        if isinstance(norm, nn.Identity):  # some of Falcon-H1's
+            return {"norm_size": self._sizes[0]}
+        if norm.weight.dtype != self.dtype:
+            raise Unlike(f"its norm is of {norm.weight.dtype}")
+        weight, eps = norm.weight.data_ptr(), norm.variance_epsilon
+        if hasattr(norm, "norm_before_gate"):  # Falcon-H1's others
+            return {
+                "norm": RmsNorm(weight=weight, eps=eps),
+                "norm_size": self._sizes[0] // norm.n_groups,
+                "gates_last": norm.norm_before_gate,
+            }
+        rounding = RmsNorm(weight=weight, eps=eps, rounds_first=True)
+        return {"norm": rounding, "norm_size": norm.group_size}
+
+    def __call__(self, rows: torch.Tensor, parts: Parts, segments: torch.Tensor) -> torch.Tensor:
+        """rows (1, T, E), all of them some segment's; segments (n, 3) of int64: first row, number
+        of rows, and slot in `parts`, whose states go on. Raises Unlike."""
+        out: torch.Tensor = self._module.out_proj(self.mix(*self.project(rows), parts, segments))
+        return out
+
+    def project(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """rows (1, T, E) to gates (1, T, heads times dimension), what is convolved (1, T, C), and
+        what the time steps are made of (1, T, heads)."""
+        module = self._module
+        if hasattr(module, "mup_vector"):  # Falcon-H1
+            projected = module.in_proj(rows * module.ssm_in_multiplier) * module.mup_vector
+        else:
+            projected = module.in_proj(rows)
+        gate, mixed, step = projected.split(self._sizes, dim=-1)
+        return gate, mixed, step
+
+    def mix(
+        self,
+        gate: torch.Tensor,
+        mixed: torch.Tensor,
+        step: torch.Tensor,
+        parts: Parts,
+        segments: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `project` gave, to (1, T, heads times dimension). A row's result is the same bits
+        whatever else is in the batch, and wherever segments were cut."""
+        past, state = parts["conv"], parts["recurrent"]
+        dtypes = (mixed.dtype, past.dtype, state.dtype)
+        if dtypes != (self.dtype, self.dtype, torch.float32):
+            raise Unlike(f"its rows and states are of {dtypes}")
+        assert all(one.is_contiguous() for one in (segments, past, state))
+        mixed = mixed.clone(memory_format=torch.contiguous_format)  # the kernel convolves in place
+        gate, step = gate.contiguous(), step.contiguous()
+        out = torch.empty_like(gate)
+        job = MambaJob(**self._shape, num_threads=torch.get_num_threads())
+        job.num_segments, job.num_rows = len(segments), mixed.shape[1]
+        for name, one in (
+            ("segments", segments), ("mixed", mixed), ("gate", gate), ("step", step),
+            ("out", out), ("past", past), ("state", state),
+        ):  # fmt: skip
+            setattr(job, name, one.data_ptr())
+        if self._kernels.mamba(job) != DONE:
+            raise Unlike("its heads have no kernel")
+        return out
 
 
 def mixers_of(decoder: nn.Module) -> Iterator[Any]:

@@ -25,13 +25,18 @@ from foveal_runtime.engine.types.step import ScheduledRequest
 from foveal_runtime.model.attention import ForwardContext
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.probe import StateShape
-from foveal_runtime.model.cpu.kernels import load_delta_kernel
+from foveal_runtime.model.cpu.fusing import TOLERANCE
+from foveal_runtime.model.cpu.kernels import RecurrentKernels, load_recurrent_kernels
 from foveal_runtime.model.layers import mamba
-from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts, make_delta_rule
-from foveal_runtime.model.layers.layer_parts import Unlike
+from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts
+from foveal_runtime.model.layers.layer_parts import Unlike, trying
 from foveal_runtime.plan.errors import StartupError
 
+Rule = DeltaRule | mamba.MambaRule
+"""A module's forward with the C kernel of its recurrence."""
 _CACHE_KEYWORDS = ("cache_params", "past_key_values")
+_TRIED = 5
+"""Tokens of a trial's chunk, beside a sequence of one token."""
 _log = logging.getLogger(__name__)
 
 
@@ -216,14 +221,14 @@ class _Replaced:
 
     Attributes:
         plain: the module's own forward.
-        rule: its delta rule by the C kernel, once there is one.
+        rule: its forward with the C kernel, once there is one.
     """
 
     def __init__(self, module: Any, keyword: str, states: States) -> None:
         self._layer = int(module.layer_idx)
         self._states = states
         self.plain = StateForward(module, keyword)
-        self.rule: DeltaRule | None = None
+        self.rule: Rule | None = None
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         segments = self._states.segments
@@ -260,9 +265,12 @@ class States:
         with_matrix = [
             (found[shape.layer][0], shape) for shape in shapes if "recurrent" in shape.parts
         ]
-        delta_nets = [one for one in with_matrix if one[0] not in mixers]
-        if delta_nets:
-            _use_kernel(delta_nets)
+        for kind, chosen in (
+            (DeltaRule, [one for one in with_matrix if one[0] not in mixers]),
+            (mamba.MambaRule, [one for one in with_matrix if one[0] in mixers]),
+        ):
+            if chosen:
+                _use_kernel(kind, chosen)
 
     @property
     def slot_bytes(self) -> int:
@@ -337,25 +345,45 @@ def segments_of(context: ForwardContext) -> torch.Tensor:
     return torch.tensor(segments, dtype=torch.int64).reshape(-1, 3)
 
 
-def _use_kernel(delta_nets: Sequence[tuple[Any, StateShape]]) -> None:
-    """Lets the C kernel compute all these modules' delta rule, or none of it; logs why not."""
-    kernel = load_delta_kernel()
-    if isinstance(kernel, str):
-        _log.info("linear attention is computed by modules: %s", kernel)
+def make_rule(
+    kind: type[Rule], module: Any, kernels: RecurrentKernels, plain: StateForward, states: Parts
+) -> Rule:
+    """The kernel's way of computing `module`, as `plain` does. `states`: some of two slots, with
+    whatever in them. Raises Unlike where the kernel computes another thing."""
+    with trying():
+        made = kind(module, kernels)
+        rows = torch.randn(1, 1 + _TRIED, module.out_proj.out_features).to(made.dtype)
+        before = {name: torch.randn_like(one) / 4 for name, one in states.items()}
+        wanted, got = ({k: v.clone() for k, v in before.items()} for _ in range(2))
+        segments = torch.tensor([[0, 1, 1], [1, _TRIED, 0]])
+        wanted["out"] = plain.split(rows, wanted, segments)
+        got["out"] = made(rows, got, segments)
+        for name, one in wanted.items():
+            apart = float((got[name].double() - one.double()).abs().max())
+            if not apart <= TOLERANCE[made.dtype] * float(one.double().abs().max()):
+                raise Unlike(f"{name} differs by {apart:.2g}")
+    return made
+
+
+def _use_kernel(kind: type[Rule], modules: Sequence[tuple[Any, StateShape]]) -> None:
+    """Lets the C kernel compute the recurrence of all these, or of none; logs why not."""
+    kernels = load_recurrent_kernels()
+    if isinstance(kernels, str):
+        _log.info("%s is computed by modules: %s", kind.NAME, kernels)
         return
     rules = []
-    for module, shape in delta_nets:
+    for module, shape in modules:
         states = {
             name: torch.empty(2, *size, dtype=dtype) for name, (size, dtype) in shape.parts.items()
         }
         try:
-            rules.append(make_delta_rule(module, kernel, module.forward.plain.compute, states))
+            rules.append(make_rule(kind, module, kernels, module.forward.plain, states))
         except Unlike as reason:
-            _log.info("linear attention is computed by modules: %s", reason)
+            _log.info("%s is computed by modules: %s", kind.NAME, reason)
             return
-    for (module, _), rule in zip(delta_nets, rules, strict=True):
+    for (module, _), rule in zip(modules, rules, strict=True):
         module.forward.rule = rule
-    _log.info("the delta rule of %d layers is computed by the kernel", len(rules))
+    _log.info("%s of %d layers is computed by the kernel", kind.NAME, len(rules))
 
 
 def _modules_with_state(

@@ -179,6 +179,23 @@ class DeltaJob(ctypes.Structure):
     )  # fmt: skip
 
 
+class MambaJob(ctypes.Structure):
+    """Mirrors `MambaJob` in mamba.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "num_threads", "num_segments", "num_groups", "num_heads", "head_dim",
+            "state_dim", "taps")),
+        ("num_rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (
+            "segments", "mixed", "gate", "step", "out", "past", "state", "conv_weight",
+            "conv_bias", "decay", "shift", "skip")),
+        ("norm", RmsNorm),
+        ("norm_size", ctypes.c_int32),
+        ("gates_last", ctypes.c_int32),
+    )  # fmt: skip
+
+
 def _function(path: Path, name: str, *arguments: Any, returns: Any = ctypes.c_int) -> Any:
     """A function of a library, which releases the GIL while it runs."""
     found = getattr(ctypes.CDLL(str(path)), name)
@@ -273,15 +290,20 @@ class DecoderKernel:
         return int(self._run(ctypes.byref(step)))
 
 
-class DeltaKernel:
-    """The loaded delta_rule.c."""
+class RecurrentKernels:
+    """The loaded recurrent.c."""
 
     def __init__(self, path: Path) -> None:
-        self._run = _function(path, "foveal_delta_rule", ctypes.POINTER(DeltaJob))
+        self._delta_rule = _function(path, "foveal_delta_rule", ctypes.POINTER(DeltaJob))
+        self._mamba = _function(path, "foveal_mamba", ctypes.POINTER(MambaJob))
 
-    def run(self, job: DeltaJob) -> int:
+    def delta_rule(self, job: DeltaJob) -> int:
         """DONE or UNSUPPORTED."""
-        return int(self._run(ctypes.byref(job)))
+        return int(self._delta_rule(ctypes.byref(job)))
+
+    def mamba(self, job: MambaJob) -> int:
+        """DONE or UNSUPPORTED."""
+        return int(self._mamba(ctypes.byref(job)))
 
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -360,9 +382,9 @@ def load_decoder_kernel() -> DecoderKernel | str:
     return _load(DecoderKernel, "decoder_layers")
 
 
-def load_delta_kernel(folder: Path | None = None) -> DeltaKernel | str:
-    """The best of delta_rule.c there is, or one line that says why there is none."""
-    return _load(DeltaKernel, "delta_rule", folder)
+def load_recurrent_kernels(folder: Path | None = None) -> RecurrentKernels | str:
+    """The best of recurrent.c there is, or one line that says why there is none."""
+    return _load(RecurrentKernels, "recurrent", folder)
 
 
 def _load(kind: Callable[[Path], T], stem: str, folder: Path | None = None) -> T | str:

@@ -450,8 +450,9 @@ static DeltaJob delta_of(const Run *run, const Layer *layer) {
 
 static void delta_layer(Run *run, const Layer *layer, int number, int threads) {
     const DeltaJob job = delta_of(run, layer);
-    EACH_UNIT(i, number * NUM_PHASES + ATTEND, (int)(job.num_segments * num_blocks(&job)))
-        convolve_task(&job, i);
+    const Convolution conv = convolution_of(&job);
+    EACH_UNIT(i, number * NUM_PHASES + ATTEND, (int)(job.num_segments * num_blocks(&conv)))
+        convolve_task(&conv, i);
     meet(&run->barrier, threads);
     EACH_UNIT(i, number * NUM_PHASES + HEADS, job.num_segments * job.num_value_heads)
         head_task(&job, i);

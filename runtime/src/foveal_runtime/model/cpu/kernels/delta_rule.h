@@ -1,7 +1,7 @@
 /* What stands between the linear layers of a gated delta net (Qwen3.5, Qwen3-Next), in units that
  * threads take: a short convolution, the gated delta rule, and a norm with a gate.
  *
- * Included by delta_rule.c and decoder_layers.c. States are advanced where the pool keeps them, one
+ * Included by recurrent.c and decoder_layers.c. States are advanced where the pool keeps them, one
  * token after another, columns of a head by themselves: a token's numbers are the same bits wherever
  * a chunk ends, whatever else is in the batch and however many threads run. A chunked form would
  * save memory traffic only, of which little is left: a strip of a state stays in the first cache
@@ -11,12 +11,10 @@
 #ifndef FOVEAL_DELTA_RULE_H
 #define FOVEAL_DELTA_RULE_H
 
-#include "rows.h"
+#include "short_convolution.h"
 
 #define MAX_DIM 256
-#define MAX_TAPS 8
 #define STRIP (LANES == 16 ? 4 : 2) /* vectors of a state's row that are advanced at once */
-#define CHANNELS 128                /* convolved by one task */
 
 /* T: rows of all segments; C: channels, those of queries, keys, values. */
 typedef struct {
@@ -40,48 +38,6 @@ typedef struct {
 static int64_t num_channels(const DeltaJob *job) {
     return 2 * (int64_t)job->num_key_heads * job->key_dim +
            (int64_t)job->num_value_heads * job->value_dim;
-}
-
-/* Numbers of LANES channels, `taps` of each, to one vector for each tap. */
-INLINE void by_tap(const int kind, const int taps, const void *from, int64_t at, vec *to) {
-    float all[LANES * MAX_TAPS], one[LANES];
-    for (int i = 0; i < LANES * taps; i += LANES) store(all + i, some_at(kind, from, at + i));
-    for (int k = 0; k < taps; k++) {
-        for (int i = 0; i < LANES; i++) one[i] = all[i * taps + k];
-        to[k] = load(one);
-    }
-}
-
-/* The other way round. */
-INLINE void by_channel(const int kind, const int taps, const vec *from, void *to, int64_t at) {
-    float all[LANES * MAX_TAPS], one[LANES];
-    for (int k = 0; k < taps; k++) {
-        store(one, from[k]);
-        for (int i = 0; i < LANES; i++) all[i * taps + k] = one[i];
-    }
-    for (int i = 0; i < LANES * taps; i += LANES) put_some(kind, to, at + i, load(all + i));
-}
-
-INLINE vec silu(const int kind, vec x) { return times_sigmoid(kind, x, x); }
-
-/* LANES channels from `channel` on, all rows of a segment. */
-INLINE void convolve(const int kind, const int taps, const DeltaJob *job, const int64_t *segment,
-                     int64_t channel) {
-    const int64_t width = num_channels(job), start = (segment[2] * width + channel) * taps;
-    vec seen[MAX_TAPS], factor[MAX_TAPS];
-    by_tap(kind, taps, job->past, start, seen);
-    by_tap(kind, taps, job->conv_weight, channel * taps, factor);
-    for (int64_t row = segment[0]; row < segment[0] + segment[1]; row++) {
-        vec sum = splat(0.0f);
-        for (int k = 0; k + 1 < taps; k++) {
-            seen[k] = seen[k + 1];
-            sum += seen[k] * factor[k];
-        }
-        seen[taps - 1] = some_at(kind, job->mixed, row * width + channel);
-        sum += seen[taps - 1] * factor[taps - 1];
-        put_some(kind, job->mixed, row * width + channel, silu(kind, rounded(kind, sum)));
-    }
-    by_channel(kind, taps, seen, job->past, start);
 }
 
 /* A head's query or key of one row, of length 1 times `scale`. */
@@ -178,20 +134,6 @@ INLINE void gate_row(const int kind, const DeltaJob *job, int64_t at) {
     }
 }
 
-static int64_t num_blocks(const DeltaJob *job) {
-    return (num_channels(job) + CHANNELS - 1) / CHANNELS;
-}
-
-INLINE void convolve_some(const int kind, const DeltaJob *job, int64_t task) {
-    const int64_t blocks = num_blocks(job);
-    const int64_t *segment = job->segments + task / blocks * 3;
-    const int64_t first = task % blocks * CHANNELS, width = num_channels(job);
-    for (int64_t c = first; c < first + CHANNELS && c < width; c += LANES) {
-        if (job->taps == 4) convolve(kind, 4, job, segment, c);
-        else convolve(kind, job->taps, job, segment, c);
-    }
-}
-
 INLINE void run_head(const int kind, const DeltaJob *job, int64_t task) {
     const int64_t *segment = job->segments + task / job->num_value_heads * 3;
     const int head = (int)(task % job->num_value_heads);
@@ -203,10 +145,10 @@ INLINE void run_head(const int kind, const DeltaJob *job, int64_t task) {
         gate_row(kind, job, (row * job->num_value_heads + head) * job->value_dim);
 }
 
-/* First of the two rounds: task of num_segments * num_blocks. */
-static void convolve_task(const DeltaJob *job, int64_t task) {
-    if (job->dtype == FLOAT32) convolve_some(FLOAT32, job, task);
-    else convolve_some(BFLOAT16, job, task);
+/* The first of the two rounds. */
+static Convolution convolution_of(const DeltaJob *job) {
+    return (Convolution){job->dtype, job->taps, num_channels(job), job->segments, job->mixed,
+                         job->past, job->conv_weight, NULL};
 }
 
 /* Second round: task of num_segments * num_value_heads. */
