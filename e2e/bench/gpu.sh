@@ -78,7 +78,8 @@ tests="$FOVEAL_PYTHON -m pytest -v -p no:cacheprovider -W ignore --dist workstea
 # What is only right or wrong runs side by side; what is timed has the GPU to itself.
 part attention-tests 170 $tests -n 5 -m "not slow" tests/model/test_attention_triton.py &
 part layer-tests 170 $tests -n 3 -m "not slow" tests/model/test_gpu_layers.py \
-  tests/model/test_gpu_products.py tests/model/test_gpu_codes.py &
+  tests/model/test_gpu_products.py tests/model/test_gpu_codes.py \
+  tests/model/test_gpu_recurrence.py &
 part architectures-fp32 170 $tests -n 4 -k test_equals_transformers tests/model/test_architectures.py &
 part architectures-bf16 170 env FOVEAL_DTYPE=bfloat16 $tests -n 3 \
   -k "test_equals_transformers and (llama or gemma or qwen3 or llava or oss)" \

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from foveal_runtime.model.cpu.kernels import load_recurrent_kernels
-from foveal_runtime.model.layers import state
+from foveal_runtime.model.layers import recurrence
 from foveal_runtime.model.layers.state import StatePool, States
 from foveal_runtime.model.parallel.tensor_parallel import check_splits
 from foveal_runtime.model.profiler import predict
@@ -46,7 +46,7 @@ def delta_nets(one) -> list:
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_transformers(name: str, with_kernels: bool, bench, monkeypatch) -> None:
     if not with_kernels:
-        monkeypatch.setattr(state, "load_recurrent_kernels", lambda: "none here")
+        monkeypatch.setattr(recurrence, "load_recurrent_kernels", lambda: "none here")
     one = bench(name, attention="auto" if with_kernels else "torch", reuse=False)
     rules = {module.forward.rule is not None for module in delta_nets(one)}
     has_kernel = with_kernels and not isinstance(load_recurrent_kernels(), str)

@@ -14,7 +14,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 from foveal_runtime.engine.types.step import EncoderInput
 from foveal_runtime.model.checkpoint.loader import class_for, load_model, read_config
 from foveal_runtime.model.cpu.kernels import load_recurrent_kernels
-from foveal_runtime.model.layers import mamba, state
+from foveal_runtime.model.layers import mamba, recurrence, state
 from foveal_runtime.model.layers.state import StateForward
 from foveal_runtime.model.profiler import predict
 from foveal_runtime.model.runner.runner import TorchRunner
@@ -48,7 +48,7 @@ def largest(one) -> float:
 
 @pytest.fixture
 def without_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(state, "load_recurrent_kernels", lambda: "none here")
+    monkeypatch.setattr(recurrence, "load_recurrent_kernels", lambda: "none here")
 
 
 def with_rules(one) -> set[bool]:

@@ -94,7 +94,7 @@ On CPUs, C kernels compute the gated delta rule (Qwen3.5, Qwen3-Next) and Mamba-
 (Bamba, Falcon-H1, Granite 4, Nemotron-H), each with the convolution before it and the norm behind
 it, for all sequences of a step at once and with their states where they lie. A layer then takes 1.0
 to 1.8 and 1.05 to 2.3 times its linear layers (1.6 to 36 times by transformers' fallback, which
-stays for devices, machines and modules that no kernel fits;
+stays for prompts on GPUs, and for machines and modules that no kernel fits;
 [results](../../e2e/results/benchmarks.md#micro-benches)). A token's numbers do not depend on where
 chunks end (`tests/model/test_recurrent_kernels.py`).
 

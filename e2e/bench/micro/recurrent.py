@@ -26,9 +26,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from foveal_runtime.model.cpu.kernels import load_recurrent_kernels
 from foveal_runtime.model.cpu.packing import pack_linears
-from foveal_runtime.model.layers import mamba
+from foveal_runtime.model.layers import delta_rule, mamba
 from foveal_runtime.model.layers.delta_rule import DeltaRule
-from foveal_runtime.model.layers.state import Rule, StateForward, make_rule
+from foveal_runtime.model.layers.recurrence import Rule, make_rule
+from foveal_runtime.model.layers.state import StateForward
 
 CASES = {
     "decode of 1": [1], "decode of 8": [1] * 8, "decode of 32": [1] * 32,
@@ -113,6 +114,7 @@ def main() -> None:
             layer = packed(make(), dtype)
             plain = fallback(layer)
             rule = make_rule(kind, layer, kernels, plain, some_states(layer, sizes, 2))
+            project = (mamba if kind is mamba.MambaRule else delta_rule).project
             for name, lengths in CASES.items():
                 rows = torch.randn(1, sum(lengths), layer.out_proj.out_features).to(dtype)
                 states = some_states(layer, sizes, len(lengths))
@@ -120,7 +122,7 @@ def main() -> None:
                 table = torch.tensor([*zip(starts, lengths, range(len(lengths)), strict=True)])
                 mixed = rows.new_zeros(1, sum(lengths), layer.out_proj.in_features)
                 ways: list[Callable[[], object]] = [
-                    lambda: (rule.project(rows), layer.out_proj(mixed)),  # noqa: B023
+                    lambda: (project(layer, rows), layer.out_proj(mixed)),  # noqa: B023
                     lambda: rule(rows, states, table),  # noqa: B023
                     lambda: plain.split(rows, states, table),  # noqa: B023
                 ]

@@ -3,6 +3,7 @@
     triton_compile.py dtype[/pool's],head-size,group,architecture,rules ...
     triton_compile.py layer,dtype,width,MLP's-width,architecture ...
     triton_compile.py codes,dtype,codes,inputs of a scale,architecture ...
+    triton_compile.py recurrence,dtype,architecture ...
 
 One JSON line a kernel: name, shared memory in bytes, bytes spilled a thread, instructions of its
 longest loop, what it does with memory before it waits for earlier ones (null: it does not wait).
@@ -27,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 
 from foveal_runtime.model.attention import FP8_MAX, LayerGeometry
 from foveal_runtime.model.attention.triton import FEW_SPLITS, MIN_DOT, VECTOR, Tuning, kernels
-from foveal_runtime.model.gpu import code_kernels, codes, product_kernels
+from foveal_runtime.model.gpu import code_kernels, codes, product_kernels, recurrent_kernels
 from foveal_runtime.model.gpu import kernels as between
 from foveal_runtime.model.gpu.products import MAX_ROWS, ROWS_TILES, VECTOR_TILE
 
@@ -37,13 +38,15 @@ KINDS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8e4
 RULES = {"WINDOW": 100, "CHUNK": 64, "SOFTCAP": 30.0, "HAS_SINKS": True}
 INTEGERS = {"num_splits", "query_token_stride", "query_head_stride", "table_stride",
             "key_token_stride", "key_head_stride", "value_token_stride",
-            "value_head_stride", "count", "first", "x_stride"}  # fmt: skip
+            "value_head_stride", "count", "first", "x_stride", "mixed_stride",
+            "step_stride"}  # fmt: skip
 NUMBERS = {"scale", "eps", "query_eps", "key_eps"}
 TABLES = {"rows", "seq_of_token", "pos_of_token", "block_table", "tile_sequence", "tile_first",
           "q_start", "seq_lens", "groups"}  # fmt: skip
 POOL = {"keys", "values", "codes"}
 """Whose type is another than the activations'."""
-FLOATS = {"partial", "partial_top", "partial_total", "scales", "zeros"}
+FLOATS = {"partial", "partial_top", "partial_total", "scales", "zeros", "decay", "shift", "skip",
+          "state"}  # fmt: skip
 
 
 def compiled(*cases: str) -> list[dict]:
@@ -210,9 +213,26 @@ def compile_codes(case: str) -> None:
                    common | {"BLOCK_N": block_n, "BLOCK_K": block_k})  # fmt: skip
 
 
+def compile_recurrence(case: str) -> None:
+    """One token through Qwen3.5's heads of 128 x 128, and through Nemotron-H's of 64 x 128."""
+    kind, architecture = case.split(",")
+    pointers = ("*" + KINDS[kind],) * 2
+    conv = {"WIDTH": 6144, "TAPS": 4, "HAS_BIAS": True, "BLOCK": 128}
+    delta = {"KEY_HEADS": 16, "HEADS": 32, "KEYS": 128, "VALUES": 128, "KEY_BLOCK": 128,
+             "VALUE_BLOCK": 128}  # fmt: skip
+    mamba = {"GROUPS": 8, "HEADS": 128, "VALUES": 64, "KEYS": 128, "VALUE_BLOCK": 64,
+             "KEY_BLOCK": 128}  # fmt: skip
+    for one, constants, warps in (
+        (recurrent_kernels.convolve_kernel, conv, 4),
+        (recurrent_kernels.delta_kernel, delta, 8),
+        (recurrent_kernels.mamba_kernel, mamba, 8),
+    ):
+        compile_kernel(one, pointers, int(architecture), constants, num_warps=warps)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    ways = {"layer": compile_layer, "codes": compile_codes}
+    ways = {"layer": compile_layer, "codes": compile_codes, "recurrence": compile_recurrence}
     for one in sys.argv[1:]:
         what, _, rest = one.partition(",")
         ways[what](rest) if what in ways else compile_case(one)

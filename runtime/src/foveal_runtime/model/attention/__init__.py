@@ -181,6 +181,7 @@ class ForwardContext:
             no id is kept for tokens already in the pool.
         q_lens, kv_lens: the same as q_start and seq_lens as Python numbers, for host-side loops.
         state_slots: where each sequence's recurrent state is, for models that have one.
+        state_slots_there: i64 (n), the same in a recorded step; below 0 is nobody's.
     """
 
     backend: AttentionBackend
@@ -195,6 +196,7 @@ class ForwardContext:
     kv_lens: list[int]
     groups: torch.Tensor | None = None
     state_slots: list[int] | None = None
+    state_slots_there: torch.Tensor | None = None
     windowed: tuple[torch.Tensor, ...] = ()
 
     def table_of(self, layer: LayerGeometry) -> torch.Tensor:

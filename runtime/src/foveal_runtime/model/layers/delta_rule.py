@@ -48,7 +48,6 @@ class DeltaRule:
         self._module = module
         self._kernels = kernels
         self.dtype = dtype
-        self._is_joint = hasattr(module, "in_proj_qkvz")
         self._decay = -module.A_log.detach().float().exp()
         self._shift = module.dt_bias.detach().float()
         self._shape = {
@@ -64,7 +63,7 @@ class DeltaRule:
     def __call__(self, rows: torch.Tensor, parts: Parts, segments: torch.Tensor) -> torch.Tensor:
         """rows (1, T, E), all of them some segment's; segments (n, 3) of int64: first row, number
         of rows, and slot in `parts`, whose states go on. Raises Unlike."""
-        mixed = self.mix(*self.project(rows), parts, segments)
+        mixed = self.mix(*project(self._module, rows), parts, segments)
         out: torch.Tensor = self._module.out_proj(mixed)
         return out
 
@@ -131,18 +130,18 @@ class DeltaRule:
             "o": (module.value_dim, width),
         }
 
-    def project(self, rows: torch.Tensor) -> Projected:
-        """rows (1, T, E) to queries, keys and values in one (1, T, C); gates (1, T, value heads
-        times dimension); what beta and the decay are made of, (1, T, value heads) each."""
-        module = self._module
-        if not self._is_joint:
-            return (
-                module.in_proj_qkv(rows),
-                module.in_proj_z(rows),
-                module.in_proj_b(rows),
-                module.in_proj_a(rows),
-            )
-        joint = module.in_proj_qkvz(rows), module.in_proj_ba(rows)
-        *qkv, gate, rate, step = module.fix_query_key_value_ordering(*joint)
-        mixed = torch.cat([one.flatten(2) for one in qkv], dim=-1)
-        return mixed, gate.flatten(2), rate, step
+
+def project(module: Any, rows: torch.Tensor) -> Projected:
+    """rows (1, T, E) to queries, keys and values in one (1, T, C); gates (1, T, value heads times
+    dimension); what beta and the decay are made of, (1, T, value heads) each."""
+    if not hasattr(module, "in_proj_qkvz"):
+        return (
+            module.in_proj_qkv(rows),
+            module.in_proj_z(rows),
+            module.in_proj_b(rows),
+            module.in_proj_a(rows),
+        )
+    joint = module.in_proj_qkvz(rows), module.in_proj_ba(rows)
+    *qkv, gate, rate, step = module.fix_query_key_value_ordering(*joint)
+    mixed = torch.cat([one.flatten(2) for one in qkv], dim=-1)
+    return mixed, gate.flatten(2), rate, step

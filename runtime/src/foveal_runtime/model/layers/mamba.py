@@ -50,7 +50,6 @@ class MambaRule:
             raise Unlike(f"its convolution is of {self.dtype} with {module.activation}")
         self._module = module
         self._kernels = kernels
-        self._sizes = (module.intermediate_size, module.conv_dim, module.num_heads)
         self._decay = -module.A_log.detach().float().exp()
         self._shift, self._skip = (one.detach().float() for one in (module.dt_bias, module.D))
         self._shape = {
@@ -71,14 +70,14 @@ class MambaRule:
     def _norm(self, norm: Any) -> dict[str, Any]:
         """The gate and norm of the kernel's job."""
         if isinstance(norm, nn.Identity):  # some of Falcon-H1's
-            return {"norm_size": self._sizes[0]}
+            return {"norm_size": self._module.intermediate_size}
         if norm.weight.dtype != self.dtype:
             raise Unlike(f"its norm is of {norm.weight.dtype}")
         weight, eps = norm.weight.data_ptr(), norm.variance_epsilon
         if hasattr(norm, "norm_before_gate"):  # Falcon-H1's others
             return {
                 "norm": RmsNorm(weight=weight, eps=eps),
-                "norm_size": self._sizes[0] // norm.n_groups,
+                "norm_size": self._module.intermediate_size // norm.n_groups,
                 "gates_last": norm.norm_before_gate,
             }
         rounding = RmsNorm(weight=weight, eps=eps, rounds_first=True)
@@ -87,19 +86,10 @@ class MambaRule:
     def __call__(self, rows: torch.Tensor, parts: Parts, segments: torch.Tensor) -> torch.Tensor:
         """rows (1, T, E), all of them some segment's; segments (n, 3) of int64: first row, number
         of rows, and slot in `parts`, whose states go on. Raises Unlike."""
-        out: torch.Tensor = self._module.out_proj(self.mix(*self.project(rows), parts, segments))
+        out: torch.Tensor = self._module.out_proj(
+            self.mix(*project(self._module, rows), parts, segments)
+        )
         return out
-
-    def project(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """rows (1, T, E) to gates (1, T, heads times dimension), what is convolved (1, T, C), and
-        what the time steps are made of (1, T, heads)."""
-        module = self._module
-        if hasattr(module, "mup_vector"):  # Falcon-H1
-            projected = module.in_proj(rows * module.ssm_in_multiplier) * module.mup_vector
-        else:
-            projected = module.in_proj(rows)
-        gate, mixed, step = projected.split(self._sizes, dim=-1)
-        return gate, mixed, step
 
     def mix(
         self,
@@ -131,11 +121,25 @@ class MambaRule:
         return out
 
 
+def project(module: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """rows (1, T, E) to gates (1, T, heads times dimension), what is convolved (1, T, C), and what
+    the time steps are made of (1, T, heads)."""
+    if hasattr(module, "mup_vector"):  # Falcon-H1
+        projected = module.in_proj(rows * module.ssm_in_multiplier) * module.mup_vector
+    else:
+        projected = module.in_proj(rows)
+    inner = module.intermediate_size
+    gate, mixed, step = projected.split((inner, module.conv_dim, module.num_heads), dim=-1)
+    return gate, mixed, step
+
+
 def mixers_of(decoder: nn.Module) -> Iterator[Any]:
     """The decoder's Mamba-2 modules."""
-    for module in decoder.modules():
-        if hasattr(module, "time_step_limit") and hasattr(module, "chunk_size"):
-            yield module
+    yield from filter(is_mixer, decoder.modules())
+
+
+def is_mixer(module: nn.Module) -> bool:
+    return hasattr(module, "time_step_limit") and hasattr(module, "chunk_size")
 
 
 def num_sequences(module: Any) -> int:

@@ -25,18 +25,12 @@ from foveal_runtime.engine.types.step import ScheduledRequest
 from foveal_runtime.model.attention import ForwardContext
 from foveal_runtime.model.checkpoint.loader import LoadedModel
 from foveal_runtime.model.checkpoint.probe import StateShape
-from foveal_runtime.model.cpu.fusing import TOLERANCE
-from foveal_runtime.model.cpu.kernels import RecurrentKernels, load_recurrent_kernels
 from foveal_runtime.model.layers import mamba
-from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts
-from foveal_runtime.model.layers.layer_parts import Unlike, trying
+from foveal_runtime.model.layers.delta_rule import Parts
+from foveal_runtime.model.layers.recurrence import OneToken, Rule, use_rules, use_steps
 from foveal_runtime.plan.errors import StartupError
 
-Rule = DeltaRule | mamba.MambaRule
-"""A module's forward with the C kernel of its recurrence."""
 _CACHE_KEYWORDS = ("cache_params", "past_key_values")
-_TRIED = 5
-"""Tokens of a trial's chunk, beside a sequence of one token."""
 _log = logging.getLogger(__name__)
 
 
@@ -222,6 +216,7 @@ class _Replaced:
     Attributes:
         plain: the module's own forward.
         rule: its forward with the C kernel, once there is one.
+        step: the same of one token of each sequence with a GPU's kernels.
     """
 
     def __init__(self, module: Any, keyword: str, states: States) -> None:
@@ -229,6 +224,7 @@ class _Replaced:
         self._states = states
         self.plain = StateForward(module, keyword)
         self.rule: Rule | None = None
+        self.step: OneToken | None = None
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         segments = self._states.segments
@@ -237,6 +233,8 @@ class _Replaced:
             return out
         assert self._states.pool is not None
         parts = self._states.pool.tensors[self._layer]
+        if self.step is not None and self._states.slots is not None:
+            return self.step(hidden_states, parts, self._states.slots)
         if self.rule is not None:
             return self.rule(hidden_states, parts, segments)
         kwargs.pop("attention_mask", None)
@@ -249,12 +247,17 @@ class States:
     Attributes:
         shapes: what one sequence takes, layer by layer.
         segments: those of the current call (see `segments_of`). On the host.
+        slots: (n) of the current call on the device, where it has one token of each sequence and
+            kernels for that; below 0 is nobody's.
+        has_steps: whether all layers have such kernels.
     """
 
     def __init__(self, loaded: LoadedModel, shapes: Sequence[StateShape]) -> None:
         self.shapes = tuple(shapes)
         self.pool: StatePool | None = None
         self.segments: torch.Tensor | None = None
+        self.slots: torch.Tensor | None = None
+        self.has_steps = False
         found = _modules_with_state(loaded.decoder, shapes)
         for module, keyword in found.values():
             module.forward = _Replaced(module, keyword, self)
@@ -262,15 +265,15 @@ class States:
         for mixer in mixers:
             mamba.settle(mixer)
             mixer.forward.plain.limits = (mamba.ROWS, mamba.num_sequences(mixer))
-        with_matrix = [
-            (found[shape.layer][0], shape) for shape in shapes if "recurrent" in shape.parts
-        ]
-        for kind, chosen in (
-            (DeltaRule, [one for one in with_matrix if one[0] not in mixers]),
-            (mamba.MambaRule, [one for one in with_matrix if one[0] in mixers]),
-        ):
-            if chosen:
-                _use_kernel(kind, chosen)
+        self._modules = [(found[shape.layer][0], shape) for shape in shapes]
+        if next(loaded.decoder.parameters()).device.type == "cuda":
+            self.use_gpu_kernels()
+        else:
+            use_rules(self._modules)
+
+    def use_gpu_kernels(self) -> None:
+        """For steps with one token of each sequence."""
+        self.has_steps = use_steps(self._modules)
 
     @property
     def slot_bytes(self) -> int:
@@ -316,12 +319,15 @@ class States:
         if self.pool is None:
             yield
             return
-        assert context.state_slots is not None
         self.segments = segments_of(context)
+        self.slots = context.state_slots_there
+        if self.slots is None and self.has_steps and max(context.q_lens, default=0) == 1:
+            device = context.slots.device
+            self.slots = torch.tensor(context.state_slots, dtype=torch.int64, device=device)
         try:
             yield
         finally:
-            self.segments = None
+            self.segments = self.slots = None
 
     @contextmanager
     def random_pool(self, num_slots: int) -> Iterator[StatePool]:
@@ -343,47 +349,6 @@ def segments_of(context: ForwardContext) -> torch.Tensor:
         segments.append((base, count, slot))
         base += count
     return torch.tensor(segments, dtype=torch.int64).reshape(-1, 3)
-
-
-def make_rule(
-    kind: type[Rule], module: Any, kernels: RecurrentKernels, plain: StateForward, states: Parts
-) -> Rule:
-    """The kernel's way of computing `module`, as `plain` does. `states`: some of two slots, with
-    whatever in them. Raises Unlike where the kernel computes another thing."""
-    with trying():
-        made = kind(module, kernels)
-        rows = torch.randn(1, 1 + _TRIED, module.out_proj.out_features).to(made.dtype)
-        before = {name: torch.randn_like(one) / 4 for name, one in states.items()}
-        wanted, got = ({k: v.clone() for k, v in before.items()} for _ in range(2))
-        segments = torch.tensor([[0, 1, 1], [1, _TRIED, 0]])
-        wanted["out"] = plain.split(rows, wanted, segments)
-        got["out"] = made(rows, got, segments)
-        for name, one in wanted.items():
-            apart = float((got[name].double() - one.double()).abs().max())
-            if not apart <= TOLERANCE[made.dtype] * float(one.double().abs().max()):
-                raise Unlike(f"{name} differs by {apart:.2g}")
-    return made
-
-
-def _use_kernel(kind: type[Rule], modules: Sequence[tuple[Any, StateShape]]) -> None:
-    """Lets the C kernel compute the recurrence of all these, or of none; logs why not."""
-    kernels = load_recurrent_kernels()
-    if isinstance(kernels, str):
-        _log.info("%s is computed by modules: %s", kind.NAME, kernels)
-        return
-    rules = []
-    for module, shape in modules:
-        states = {
-            name: torch.empty(2, *size, dtype=dtype) for name, (size, dtype) in shape.parts.items()
-        }
-        try:
-            rules.append(make_rule(kind, module, kernels, module.forward.plain, states))
-        except Unlike as reason:
-            _log.info("%s is computed by modules: %s", kind.NAME, reason)
-            return
-    for (module, _), rule in zip(modules, rules, strict=True):
-        module.forward.rule = rule
-    _log.info("%s of %d layers is computed by the kernel", kind.NAME, len(rules))
 
 
 def _modules_with_state(

@@ -86,6 +86,7 @@ class DecodeGraphs:
         sizes: ascending. max_blocks: widest block table of a sequence.
         mrope: rows of rope positions; 0 for one that is the same for all.
         has_fractions: whether they are no whole numbers.
+        has_state: whether sequences have a recurrent state.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class DecodeGraphs:
         max_blocks: int,
         mrope: int,
         has_fractions: bool,
+        has_state: bool,
     ) -> None:
         most = sizes[-1]
         self._compute = compute
@@ -124,6 +126,7 @@ class DecodeGraphs:
             pos_of_token=short,
             q_lens=[1] * most,
             kv_lens=[1] * most,
+            state_slots_there=torch.full_like(whole, -1) if has_state else None,
         )
         if pool.windowed:
             tables = self._context.block_table, self._context.slots
@@ -147,6 +150,7 @@ class DecodeGraphs:
 
     def _view(self, size: int) -> _Recording:
         whole = self._context
+        states = whole.state_slots_there
         context = replace(
             whole,
             q_start=whole.q_start[: size + 1],
@@ -158,6 +162,7 @@ class DecodeGraphs:
             q_lens=[1] * size,
             kv_lens=[1] * size,
             windowed=tuple(one[:size] for one in whole.windowed),
+            state_slots_there=None if states is None else states[:size],
         )
         return _Recording(self._ids[:size], self._positions[..., :size], context)
 
@@ -170,17 +175,21 @@ class DecodeGraphs:
             and batch.block_table.shape[1] <= self._context.block_table.shape[1]
         )
 
-    def run(self, batch: HostBatch, drawn: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        self, batch: HostBatch, drawn: torch.Tensor | None, states: Sequence[int] | None
+    ) -> torch.Tensor:
         """Logits (n, V) of the batch, valid until the next call. `drawn`: ids of the last step's
-        draw, for tokens that the host does not know yet."""
+        draw, for tokens that the host does not know yet. `states`: slots of recurrent states."""
         count = batch.num_sequences
         size = next(s for s in self.sizes if s >= count)
         recording = self._recordings[size]
         context = recording.context
-        ids, positions, slots, pos, lens, table, pending, *windowed = self._device.upload(
+        places = np.array(states or (), np.int64)
+        ids, positions, slots, pos, lens, table, pending, owned, *windowed = self._device.upload(
             _padded(batch.ids, size), _padded(batch.positions, size), _padded(batch.slots, size),
             _padded(batch.pos_of_token, size), _padded(batch.seq_lens, size, fill=1),
             _padded(batch.block_table.T, size).T, batch.pending,
+            _padded(places, size, fill=-1),
             *(_padded(one.T, size).T for one in batch.windowed),
         )  # fmt: skip
         if batch.pending.size:
@@ -192,6 +201,8 @@ class DecodeGraphs:
         context.pos_of_token.copy_(pos)
         context.seq_lens.copy_(lens)
         context.block_table[:, : table.shape[1]].copy_(table)
+        if context.state_slots_there is not None:
+            context.state_slots_there.copy_(owned)
         if windowed:
             context.windowed[0][:, : table.shape[1]].copy_(windowed[0])
             context.windowed[1].copy_(windowed[1])

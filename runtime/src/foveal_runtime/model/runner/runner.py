@@ -209,24 +209,13 @@ class TorchRunner:
         self.forward.find_ways(self._pool, self.backend, self.device)
 
     def record_decoding(self, capturer: Capturer, *, max_num_seqs: int, max_model_len: int) -> bool:
-        """Records decode steps of up to `max_num_seqs` sequences; after `allocate_kv`.
-
-        False, with a warning, when this model or backend cannot be recorded: steps are then
-        computed as before.
-        """
+        """Records decode steps of up to `max_num_seqs` sequences, once there is a pool; False, with
+        a warning, where this model or backend cannot be."""
         assert self._pool is not None
-        if capturer.is_frozen and has_quantized_experts(self.loaded.model):
-            _log.warning("decode steps are not recorded as graphs: the host reads which of the "
-                         "quantised experts a step needs")  # fmt: skip
-            return False
-        if capturer.is_frozen and not self.backend.is_static:
-            _log.warning("decode steps are not recorded as graphs: this attention backend reads "
-                         "lengths on the host")  # fmt: skip
-            return False
         if self.head.is_missing:
             return False  # there are no such steps
-        if self.states.shapes:
-            _log.warning("decode steps are not recorded as graphs: the model has recurrent state")
+        if reason := self._why_not_recorded(capturer):
+            _log.warning("decode steps are not recorded as graphs: %s", reason)
             return False
         graphs = DecodeGraphs(
             self._compute_logits,
@@ -237,6 +226,7 @@ class TorchRunner:
             max_blocks=-(-max_model_len // self.block_size),
             mrope=self.loaded.rope_axes,
             has_fractions=self.loaded.adapter.has_fractions,
+            has_state=bool(self.states.shapes),
         )
         try:
             with torch.inference_mode():
@@ -249,6 +239,15 @@ class TorchRunner:
             return False
         self._graphs = graphs
         return True
+
+    def _why_not_recorded(self, capturer: Capturer) -> str:
+        if capturer.is_frozen and has_quantized_experts(self.loaded.model):
+            return "the host reads which of the quantised experts a step needs"
+        if capturer.is_frozen and not self.backend.is_static:
+            return "this attention backend reads lengths on the host"
+        if self.states.shapes and not self.states.has_steps:
+            return "the model has recurrent state that no kernel of this device advances"
+        return ""
 
     @property
     def num_graph_steps(self) -> int:
@@ -331,7 +330,8 @@ class TorchRunner:
         chosen = [w for w in windows if w.scheduled.sample and not w.sequence.sampling.pooling]
         loras = any(window.sequence.lora is not None for window in windows)
         if self._graphs and not loras and is_decode(windows) and self._graphs.can_run(batch):
-            logits = self._graphs.run(batch, self._drawn)
+            states = self.states.advance([w.scheduled for w in windows])
+            logits = self._graphs.run(batch, self._drawn, states)
         else:
             last = [w.base + w.scheduled.num_scheduled_tokens - 1 for w in chosen]
             scored = [w for w in windows if w.sequence.sampling.prompt_logprobs >= 0]
