@@ -106,7 +106,7 @@ def offered(bench, name):
 @pytest.mark.parametrize(
     "name",
     ["qwen3_5", "nemotron_h", pytest.param("qwen3_next", marks=pytest.mark.extended),
-     pytest.param("falcon_h1_gated", marks=pytest.mark.extended)],
+     "lfm2_vl", pytest.param("falcon_h1_gated", marks=pytest.mark.extended)],
 )  # fmt: skip
 def test_a_family_equals_transformers(name, is_recorded, bench):
     one = offered(bench, name)
@@ -134,13 +134,16 @@ def test_what_pads_a_recorded_step_is_nobodys(bench):
     assert not all((tensor[:3] == 7).any() for tensor in pool.all_tensors())
 
 
-def test_without_kernels_steps_are_not_recorded(bench, caplog):
-    one = bench("lfm2", reuse=False)  # short convolutions alone
-    one.runner.states.use_gpu_kernels()
+def test_without_kernels_steps_are_not_recorded(bench, monkeypatch, caplog):
+    monkeypatch.setattr(gpu_recurrence.ConvStep, "__call__", lambda _, rows, parts, slots: rows)
+    one = offered(bench, "lfm2")
     assert not one.runner.states.has_steps
     with caplog.at_level(logging.WARNING):
         assert not one.runner.record_decoding(RerunCapturer(), max_num_seqs=4, max_model_len=96)
     assert "recurrent state that no kernel of this device advances" in caplog.text
+    prompts, jobs = one.staggered()
+    one.driver.run(list(jobs.values()))
+    one.check(jobs["a"], prompts["a"])
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -217,7 +217,7 @@ def compile_recurrence(case: str) -> None:
     """One token through Qwen3.5's heads of 128 x 128, and through Nemotron-H's of 64 x 128."""
     kind, architecture = case.split(",")
     pointers = ("*" + KINDS[kind],) * 2
-    conv = {"WIDTH": 6144, "TAPS": 4, "HAS_BIAS": True, "BLOCK": 128}
+    conv = {"WIDTH": 6144, "TAPS": 4, "HAS_BIAS": True, "HAS_SILU": True, "BLOCK": 128}
     delta = {"KEY_HEADS": 16, "HEADS": 32, "KEYS": 128, "VALUES": 128, "KEY_BLOCK": 128,
              "VALUE_BLOCK": 128}  # fmt: skip
     mamba = {"GROUPS": 8, "HEADS": 128, "VALUES": 64, "KEYS": 128, "VALUE_BLOCK": 64,

@@ -36,9 +36,10 @@ def _rounded(x, like):
 @triton.jit
 def convolve_kernel(
     mixed, past, weight, bias, slots, out, mixed_stride,
-    WIDTH: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """SiLU of a convolution of the last TAPS - 1 inputs and a new one, channels by themselves:
+    """A convolution of the last TAPS - 1 inputs and a new one, or its SiLU, channels by themselves:
     grid (sequences, blocks of channels). past: (slots, WIDTH, TAPS), in place."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -61,9 +62,10 @@ def convolve_kernel(
         tl.store(place + tap, seen, mask=is_kept)
     tl.debug_barrier()
     tl.store(place + TAPS - 1, new, mask=is_kept)
-    total = _rounded(total, out)
-    tl.store(out + row * WIDTH + at, (total * _sigmoid(total)).to(out.dtype.element_ty),
-             mask=inside)  # fmt: skip
+    if HAS_SILU:
+        total = _rounded(total, out)
+        total *= _sigmoid(total)
+    tl.store(out + row * WIDTH + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @kernel

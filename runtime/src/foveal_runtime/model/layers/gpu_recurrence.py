@@ -1,9 +1,9 @@
 """One token of each sequence through a layer with a recurrent state, by Triton kernels on GPUs.
 
-Made by `state`, which tries them with the module's own weights and leaves what holds a prompt to
-the modules. transformers' operators copy each state several times for a token, in dozens of kernels
-that the host starts one by one; these take two, know slots from the device's memory alone, and so
-can be recorded.
+Made by `recurrence`, which tries them with the module's own weights; prompts are the modules'.
+transformers' operators copy each state several times for a token, in dozens of kernels that the
+host starts one by one. These are one or two, know slots from the device's memory alone, and so can
+be recorded.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Step:
-    """What both recurrences have.
+    """What all have: a short convolution.
 
     Attributes:
         dtype: of rows and weights.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, conv: nn.Conv1d, activation: str | None) -> None:
         """Raises Unlike."""
-        conv = module.conv1d
         self.dtype = conv.weight.dtype  # linears may be quantised
-        if self.dtype not in _DTYPES or module.activation not in ("silu", "swish"):
-            raise Unlike(f"its convolution is of {self.dtype} with {module.activation}")
+        if self.dtype not in _DTYPES or activation not in ("silu", "swish", None):
+            raise Unlike(f"its convolution is of {self.dtype} with {activation}")
         self._module = module
         self._conv = conv
-        self._decay = -module.A_log.detach().float().exp()
-        self._shift = module.dt_bias.detach().float()
+        self._has_silu = activation is not None
 
     def _convolved(self, mixed: torch.Tensor, past: torch.Tensor, slots: torch.Tensor) -> Any:
         """mixed (n, C) to the same behind its convolution, whose last inputs go on."""
@@ -56,7 +54,8 @@ class _Step:
         kernels.convolve_kernel[count, -(-width // _CHANNELS)](
             mixed, past, self._conv.weight, self._conv.weight if bias is None else bias, slots,
             out, mixed.stride(0),
-            WIDTH=width, TAPS=taps, HAS_BIAS=bias is not None, BLOCK=_CHANNELS, num_warps=_WARPS,
+            WIDTH=width, TAPS=taps, HAS_BIAS=bias is not None, HAS_SILU=self._has_silu,
+            BLOCK=_CHANNELS, num_warps=_WARPS,
         )  # fmt: skip
         return out
 
@@ -71,14 +70,41 @@ def _warps(state: torch.Tensor) -> int:
     return min(8, max(1, size // 512))
 
 
-class DeltaStep(_Step):
+class ConvStep(_Step):
+    """A short convolution between two gates (LFM2, LFM3)."""
+
+    NAME = "the short convolution"
+
+    def __init__(self, module: Any) -> None:
+        """Raises Unlike."""
+        super().__init__(module, module.conv, None)
+
+    def __call__(self, rows: torch.Tensor, parts: Parts, slots: torch.Tensor) -> torch.Tensor:
+        """rows (1, n, E), one of each sequence; slots (n) of int64, on the device, of sequences
+        whose states go on, or below 0. Raises Unlike."""
+        before, behind, value = self._module.in_proj(rows)[0].chunk(3, dim=-1)
+        convolved = self._convolved(before * value, parts["conv"], slots)
+        out: torch.Tensor = self._module.out_proj((behind * convolved)[None])
+        return out
+
+
+class _RecurrentStep(_Step):
+    """And a recurrence behind it."""
+
+    def __init__(self, module: Any) -> None:
+        """Raises Unlike."""
+        super().__init__(module, module.conv1d, module.activation)
+        self._decay = -module.A_log.detach().float().exp()
+        self._shift = module.dt_bias.detach().float()
+
+
+class DeltaStep(_RecurrentStep):
     """A gated delta net (Qwen3.5, Qwen3-Next)."""
 
     NAME = delta_rule.DeltaRule.NAME
 
     def __call__(self, rows: torch.Tensor, parts: Parts, slots: torch.Tensor) -> torch.Tensor:
-        """rows (1, n, E), one of each sequence; slots (n) of int64, on the device, of sequences
-        whose states go on, or below 0. Raises Unlike."""
+        """As `ConvStep`."""
         module, state = self._module, parts["recurrent"]
         mixed, gate, rate, step = (one[0].contiguous() for one in delta_rule.project(module, rows))
         mixed = self._convolved(mixed, parts["conv"], slots)
@@ -95,7 +121,7 @@ class DeltaStep(_Step):
         return whole
 
 
-class MambaStep(_Step):
+class MambaStep(_RecurrentStep):
     """A Mamba-2 mixer."""
 
     NAME = mamba.MambaRule.NAME
@@ -106,7 +132,7 @@ class MambaStep(_Step):
         self._skip = module.D.detach().float()
 
     def __call__(self, rows: torch.Tensor, parts: Parts, slots: torch.Tensor) -> torch.Tensor:
-        """As `DeltaStep`."""
+        """As `ConvStep`."""
         module, state = self._module, parts["recurrent"]
         gate, mixed, step = (one[0] for one in mamba.project(module, rows))
         mixed = self._convolved(mixed, parts["conv"], slots)

@@ -40,7 +40,7 @@ class Plain(Protocol):
 def use_rules(modules: Modules) -> None:
     """On CPUs."""
     kinds: tuple[type[Rule], ...] = (DeltaRule, MambaRule)
-    for kind, chosen in zip(kinds, _by_kind(modules), strict=True):
+    for kind, chosen in zip(kinds, _by_kind(modules)[:2], strict=True):
         if chosen:
             _use_kernel(kind, chosen)
 
@@ -49,18 +49,18 @@ def use_steps(modules: Modules) -> bool:
     """On GPUs; whether all have them."""
     from foveal_runtime.model.layers import gpu_recurrence  # torch for CPUs: no Triton
 
-    kinds = (gpu_recurrence.DeltaStep, gpu_recurrence.MambaStep)
+    kinds = (gpu_recurrence.DeltaStep, gpu_recurrence.MambaStep, gpu_recurrence.ConvStep)
     done = [_use_steps(*one) for one in zip(kinds, _by_kind(modules), strict=True)]
     return 0 < sum(done) == len(modules)
 
 
-def _by_kind(modules: Modules) -> tuple[Modules, Modules]:
-    """Delta nets and Mamba-2 mixers; short convolutions alone are neither."""
-    found = [one for one in modules if "recurrent" in one[1].parts]
-    return (
-        [one for one in found if not is_mixer(one[0])],
-        [one for one in found if is_mixer(one[0])],
-    )
+def _by_kind(modules: Modules) -> tuple[Modules, Modules, Modules]:
+    """Delta nets, Mamba-2 mixers, and short convolutions alone."""
+    found: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    for module, shape in modules:
+        has_matrix = "recurrent" in shape.parts
+        found[2 if not has_matrix else is_mixer(module)].append((module, shape))
+    return found
 
 
 def make_rule(
@@ -110,7 +110,7 @@ def _use_kernel(kind: type[Rule], modules: Sequence[tuple[Any, StateShape]]) -> 
     rules = []
     for module, shape in modules:
         try:
-            states = _some_states(module, shape)
+            states = _some_states(shape, torch.device("cpu"))
             rules.append(make_rule(kind, module, kernels, module.forward.plain, states))
         except Unlike as reason:
             _log.info("%s is computed by modules: %s", kind.NAME, reason)
@@ -125,7 +125,8 @@ def _use_steps(kind: Any, modules: Sequence[tuple[Any, StateShape]]) -> int:
     steps = []
     for module, shape in modules:
         try:
-            states = _some_states(module, shape)
+            device = module.out_proj.weight.device
+            states = _some_states(shape, device)
             steps.append(make_step(kind, module, module.forward.plain, states))
         except Unlike as reason:
             _log.warning("%s is computed by modules: %s", kind.NAME, reason)
@@ -135,8 +136,7 @@ def _use_steps(kind: Any, modules: Sequence[tuple[Any, StateShape]]) -> int:
     return len(steps)
 
 
-def _some_states(module: Any, shape: StateShape) -> Parts:
-    device = module.conv1d.weight.device
+def _some_states(shape: StateShape, device: torch.device) -> Parts:
     return {
         name: torch.empty(2, *size, dtype=dtype, device=device)
         for name, (size, dtype) in shape.parts.items()
