@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from datetime import UTC, datetime, timedelta
 
 import anthropic
 import pytest
@@ -49,6 +50,18 @@ def options(sample, longest_reply):
         "model": "tiny-vlm", "max_tokens": longest_reply, **turns_of(sample),
         "extra_body": {"temperature": 0},  # not among the package's own arguments any more
     }  # fmt: skip
+
+
+def test_models(client):
+    page = client.models.list(limit=20)
+    (model,) = page
+    assert (model.id, model.display_name, model.type) == ("tiny-vlm", "tiny-vlm", "model")
+    assert (page.first_id, page.has_more) == ("tiny-vlm", False)
+    age = datetime.now(UTC) - model.created_at
+    assert timedelta(0) <= age < timedelta(hours=1)
+    assert client.models.retrieve("tiny-vlm") == model
+    with pytest.raises(anthropic.NotFoundError, match="this server has 'tiny-vlm'"):
+        client.models.retrieve("other")
 
 
 def test_answers_are_those_of_chat(client, samples, longest_reply):

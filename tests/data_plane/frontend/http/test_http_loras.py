@@ -54,7 +54,9 @@ async def test_requests_name_the_adapter_as_model(harness: Any) -> None:
 
 async def test_models_list_adapters(harness: Any) -> None:
     harness.generator.adapters = {"red": RED, "blue": BLUE}
-    cards = (await harness.http.get("/v1/models")).json()["data"]
+    listed = (await harness.http.get("/v1/models")).json()
+    cards = listed["data"]
+    assert (listed["first_id"], listed["last_id"]) == ("tiny", "red")
     assert [(card["id"], card["parent"]) for card in cards] == [
         ("tiny", None), ("blue", "tiny"), ("red", "tiny"),
     ]  # fmt: skip

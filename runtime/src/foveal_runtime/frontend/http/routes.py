@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -130,7 +131,9 @@ def _add_models(router: APIRouter, service: Service, info: PromptPlaceholders) -
         """Of the served model, or of an adapter to it."""
         return ModelCard(
             id=name or service.model_name,
+            display_name=name or service.model_name,
             created=service.created,
+            created_at=datetime.fromtimestamp(service.created, UTC),
             root=service.model_name,
             parent=service.model_name if name else None,
             max_model_len=service.generator.max_model_len() or service.config.model.max_model_len,
@@ -140,7 +143,8 @@ def _add_models(router: APIRouter, service: Service, info: PromptPlaceholders) -
     @router.get("/v1/models", response_model=ModelList, tags=["OpenAI"])
     async def models() -> ModelList:
         """The served model, then its LoRA adapters."""
-        return ModelList(data=[card(), *map(card, sorted(service.generator.loras()))])
+        cards = [card(), *map(card, sorted(service.generator.loras()))]
+        return ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
 
     @router.get(
         "/v1/models/{model:path}", response_model=ModelCard, responses={404: ERRORS[404]},

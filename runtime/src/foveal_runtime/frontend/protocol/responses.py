@@ -5,6 +5,7 @@ The hot path writes plain dicts (http/answers.py); these models never touch a re
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -206,9 +207,14 @@ class MediaLimits(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """With what OpenAI's clients read of a model, and what Anthropic's do."""
+
     id: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str = Field(description="the same as `id`")
     created: int
+    created_at: datetime = Field(description="the same as `created`")
     owned_by: str = "foveal"
     root: str
     parent: str | None = Field(None, description="of a LoRA adapter: the model that it belongs to")
@@ -219,6 +225,9 @@ class ModelCard(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
 
 
 class TokenizeResponse(BaseModel):
