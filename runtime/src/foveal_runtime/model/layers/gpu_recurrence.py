@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foveal_runtime.model.cpu.packing import DTYPES
 from foveal_runtime.model.gpu import recurrent_kernels as kernels
 from foveal_runtime.model.gpu.launch import next_power_of_2
 from foveal_runtime.model.layers import delta_rule, mamba
@@ -23,7 +24,6 @@ from foveal_runtime.model.layers.layer_parts import Unlike
 _MOST_STATE = 128 * 256
 """Numbers of a head's state that one program has in its registers."""
 _CHANNELS, _WARPS = 128, 4
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Step:
@@ -36,7 +36,7 @@ class _Step:
     def __init__(self, module: Any, conv: nn.Conv1d, activation: str | None) -> None:
         """Raises Unlike."""
         self.dtype = conv.weight.dtype  # linears may be quantised
-        if self.dtype not in _DTYPES or activation not in ("silu", "swish", None):
+        if self.dtype not in DTYPES or activation not in ("silu", "swish", None):
             raise Unlike(f"its convolution is of {self.dtype} with {activation}")
         self._module = module
         self._conv = conv

@@ -125,8 +125,7 @@ def _use_steps(kind: Any, modules: Sequence[tuple[Any, StateShape]]) -> int:
     steps = []
     for module, shape in modules:
         try:
-            device = module.out_proj.weight.device
-            states = _some_states(shape, device)
+            states = _some_states(shape, next(module.parameters()).device)
             steps.append(make_step(kind, module, module.forward.plain, states))
         except Unlike as reason:
             _log.warning("%s is computed by modules: %s", kind.NAME, reason)
