@@ -89,6 +89,8 @@ part attention 100 "$FOVEAL_PYTHON" -m e2e.bench.gpu.attention --sweep one --out
 part step 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --profile --out "$OUT/step.json"
 part step-int4 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --quantization int4 \
   --out "$OUT/step-int4.json"
+part step-hybrid 90 "$FOVEAL_PYTHON" -m e2e.bench.gpu.step --hybrid --profile \
+  --out "$OUT/step-hybrid.json"
 part first-token 60 "$FOVEAL_PYTHON" -m e2e.bench.gpu.ttft --out "$OUT/first-token.json"
 part serving 80 "$FOVEAL_PYTHON" -m e2e.bench --servers foveal --device cuda --dtype bfloat16 \
   --model llava-small --traces hits-0,hits-95,text --requests 32 --rounds 1 --concurrency 8 \

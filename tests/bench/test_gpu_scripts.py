@@ -59,16 +59,19 @@ def test_a_sweep_has_each_setting_once() -> None:
     ("module", "cases"),
     [
         ("step", {"as it is", "recording", "recorded", "recorded, ahead"}),
+        ("step --hybrid", {"by modules", "as it is", "recording", "recorded", "recorded, ahead"}),
         ("attention", {"correct", "decode", "torch decode", "sweep", "prefill", "torch prefill"}),
     ],
 )
 def test_every_case_is_measured(module: str, cases: set[str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    flags = ["--sweep", "one"] if module == "attention" else []
+    module, *flags = module.split()
+    flags += ["--sweep", "one"] if module == "attention" else []
     done = run(sys.executable, "-m", f"e2e.bench.gpu.{module}", "--device", "cpu", "--tiny",
                "--out", out, *flags, TRITON_INTERPRET="1")  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(out.read_text())
     assert {row["case"] for row in found["rows"]} == cases
+    assert all(row["worked"] for row in found["rows"] if row["case"] == "recording")
     assert found["facts"]["device"] == "cpu"
     assert found["limits"]["copy_bytes_per_second"] > 0

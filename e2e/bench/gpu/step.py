@@ -1,12 +1,14 @@
 """Decode steps of a whole model on a GPU against reading its weights once.
 
-    python -m e2e.bench.gpu.step [--out FILE.json] [--profile] [--quantization int4]
+    python -m e2e.bench.gpu.step [--out FILE.json] [--profile] [--quantization int4] [--hybrid]
 
-A Llama of 7 B parameters with random weights in bfloat16, made on the device, or quantised there.
+A Llama of 7 B parameters with random weights in bfloat16, made on the device, or quantised there;
+or a hybrid of Qwen3.5-4B's sizes, first with transformers' operators for its gated delta rule.
 Each case runs many steps as an engine does, and counts the wall clock: as they are, recorded (CUDA
 graphs), and recorded with the next step submitted before the last one's tokens are read. The limit
-is the time of reading the weights of a step and the keys and values of its contexts once, at the
-rate of copying. --profile also says which kernels of a recorded step take the time.
+is the time of reading the weights of a step, the keys and values of its contexts and the states of
+its sequences once, and of writing the states, at the rate of copying. --profile also says which
+kernels of a recorded step take the time.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ import transformers
 
 from e2e.bench.gpu.common import Results, copy_rate, parser
 from foveal_runtime.engine.types.step import NewRequest, RunningStep, ScheduledRequest, StepPlan
-from foveal_runtime.model.adapters import PLAIN_TEXT
 from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import quantize_linears
-from foveal_runtime.model.checkpoint.loader import prepare
+from foveal_runtime.model.checkpoint.loader import adapter_for, prepare
 from foveal_runtime.model.runner.graphs import CudaCapturer
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.sampling import SamplingParams
@@ -41,12 +42,27 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
 
+FOUR_B: dict[str, Any] = {
+    "vocab_size": 248_320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "max_position_embeddings": 8192,
+}  # fmt: skip
+TINY_HYBRID: dict[str, Any] = {
+    **TINY, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+
 
 def make_runner(options: argparse.Namespace) -> TorchRunner:
-    config = transformers.LlamaConfig(**(TINY if options.tiny else SEVEN_B))
+    if options.hybrid:
+        sizes = TINY_HYBRID if options.tiny else FOUR_B
+        config = transformers.Qwen3_5TextConfig(**sizes)
+    else:
+        config = transformers.LlamaConfig(**(TINY if options.tiny else SEVEN_B))
     with torch.device(options.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    loaded = prepare(model.eval().requires_grad_(False), PLAIN_TEXT)
+    loaded = prepare(model.eval().requires_grad_(False), adapter_for(config))
     if options.quantization:
         quantize_linears(loaded.decoder, options.quantization)
         block_quantized(model, options.device)
@@ -64,6 +80,8 @@ class Steps:
         ids = [5] * context
         new = [NewRequest(str(i), ids, context, (), (), sampling) for i in range(batch)]
         runner.execute(StepPlan(0, new=new))
+        if (states := runner.states.pool) is not None:
+            states.ends = [context - 1] * len(states.ends)
         # The last prompt token of each, on top of keys that were never computed.
         self._runner.execute(self._plan(0))
         self._at = 1
@@ -103,12 +121,16 @@ def measure(options: argparse.Namespace) -> None:
     copies = results.limit("copy_bytes_per_second", copy_rate(options.device, options.tiny))
     runner = make_runner(options)
     most = context + 3 * num_steps + 16
-    runner.allocate_kv(max(batches) * (-(-most // PAGE) + 1) + 1)
+    runner.allocate_kv(max(batches) * (-(-most // PAGE) + 1) + 1, num_sequences=max(batches))
+    if options.hybrid and options.tiny:
+        runner.states.use_gpu_kernels()  # in the interpreter
     embedding = runner.loaded.decoder.get_input_embeddings().weight
     read_bytes = runner.weight_bytes - embedding.nbytes
     results.limit("weight_bytes", float(read_bytes))
     token_bytes = runner.kv_block_bytes // PAGE
-    for way in ("as it is", "recorded", "recorded, ahead"):
+    has_steps = runner.states.has_steps
+    for way in ("by modules", "as it is", "recorded", "recorded, ahead")[not has_steps :]:
+        runner.states.has_steps = has_steps and way != "by modules"
         if way == "recorded":
             capturer = CudaCapturer() if options.device == "cuda" else RerunCapturer()
             begin = time.perf_counter()
@@ -124,6 +146,7 @@ def measure(options: argparse.Namespace) -> None:
             steps.close()
             weights = read_bytes / copies
             contexts = batch * (context + num_steps) * token_bytes / copies
+            contexts += batch * 2 * runner.states.slot_bytes / copies  # read and written
             results.row(case=way, batch=batch, context=context, milliseconds=seconds * 1e3,
                         times_weights=seconds / weights,
                         times_limit=seconds / (weights + contexts),
@@ -155,4 +178,5 @@ if __name__ == "__main__":
     made.add_argument("--profile", action="store_true", help="time kernels of recorded steps, too")
     made.add_argument("--quantization", default="", choices=["int8", "int4"],
                       help="of the decoder's linear layers")  # fmt: skip
+    made.add_argument("--hybrid", action="store_true", help="a model with gated delta nets")
     measure(made.parse_args())
