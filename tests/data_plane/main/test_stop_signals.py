@@ -37,13 +37,14 @@ def test_signals_inside_waits_never_block() -> None:
 
 INTERRUPTED = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
 IGNORED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+AT_A_TERMINAL = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
 
 @pytest.mark.parametrize(
     ("before", "imported", "code", "said"),
     [
-        ("", INTERRUPTED, -signal.SIGINT, ""),
-        ("", "", 7, "interrupted"),
+        (AT_A_TERMINAL, INTERRUPTED, -signal.SIGINT, ""),
+        (AT_A_TERMINAL, "", 7, "interrupted"),
         (IGNORED, INTERRUPTED, 7, ""),
     ],
     ids=["imports", "main", "nohup"],
