@@ -1,12 +1,12 @@
 """Gated delta nets (Qwen3.5, Qwen3-Next) with a C kernel between their linear layers, on CPUs.
 
-Made by `state` for each layer with a recurrent state. transformers computes the delta rule with
+Made by `recurrence` for each layer with such a net. transformers computes the delta rule with
 torch's operators in chunks of 64 tokens, for each sequence alone, which takes many times as long as
 the layer's linear layers. Here these take all tokens of a step at once, and the kernel
 (kernels/delta_rule.h) does the rest, with the states where the pool has them.
 
 That a module has the parts of such a layer is read from it; that they compute what the kernel
-computes, `state` tries with the module's own weights.
+computes, `recurrence` tries with the module's own weights.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Mamba-2 mixers (Nemotron-H, Granite 4, Falcon-H1, Bamba): with a C kernel between their linear
 layers on CPUs, else as transformers computes them, in pieces of bounded memory.
 
-Called by state.py, which gives them their sequences' states and tries whether the kernel
-(kernels/mamba.h) computes what a module computes, and by the profiler. transformers' scan of a
-prompt needs much temporary memory for each token, its step of one token some copies of
-the state: a few rows at a time bound both, and are faster on CPUs. The scan keeps a token's time
-step within the limits of the configuration, the step of one token does not: a token would have
-other numbers where a chunk ends before it. Here both keep it there, as transformers' forward over
-a whole sequence does.
+`recurrence` tries whether the kernel (kernels/mamba.h) computes what a module computes; `state`
+gives either their sequences' states, and the profiler asks what pieces take. transformers' scan of
+a prompt needs much temporary memory for each token, its step of one token some copies of the state:
+a few rows at a time bound both, and are faster on CPUs. The scan keeps a token's time step within
+the limits of the configuration, the step of one token does not: a token would have other numbers
+where a chunk ends before it. Here both keep it there, as transformers' forward over a whole
+sequence does.
 """
 
 from __future__ import annotations

@@ -319,6 +319,7 @@ class States:
         if self.pool is None:
             yield
             return
+        assert context.state_slots is not None or context.state_slots_there is not None
         self.segments = segments_of(context)
         self.slots = context.state_slots_there
         if self.slots is None and self.has_steps and max(context.q_lens, default=0) == 1:
