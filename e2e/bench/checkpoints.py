@@ -16,7 +16,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,6 +64,10 @@ class Shape(NamedTuple):
     v_layers: int
     v_heads: int
     vocabulary: int
+    t_experts: int = 0
+    """Of each layer, as wide as t_mlp; 0 = a Llama, which has none."""
+    t_used: int = 0
+    """Of these, how many a token goes to."""
 
 
 SHAPES = {
@@ -71,6 +75,8 @@ SHAPES = {
     "llava-tiny": Shape(256, 512, 4, 4, 4, 128, 512, 4, 4, 8192),
     # 148 M: a 38 M CLIP tower and a 110 M Llama, LLaVA 1.5's geometry (336 pixels, 576 patches).
     "llava-small": Shape(768, 2048, 12, 12, 12, 512, 2048, 12, 8, 16384),
+    # 308 M, of which a token of text reads 88 M: that tower and a Qwen 3 with experts.
+    "llava-experts": Shape(768, 512, 12, 12, 4, 512, 2048, 12, 8, 16384, 16, 4),
 }
 
 
@@ -133,8 +139,21 @@ def _make(shape: Shape, folder: Path) -> None:
     config.architectures = ["LlavaForConditionalGeneration"]
     config.dtype = torch.float32
     config.save_pretrained(folder)
-    tensors = {_published(name): t.contiguous() for name, t in model.state_dict().items()}
+    tensors = dict(_published_tensors(model.state_dict()))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _published_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts, which transformers stacks, one by one."""
+    for name, tensor in tensors.items():
+        at, _, layer = _published(name).rpartition(".")
+        if not at.endswith(".experts"):
+            yield f"{at}.{layer}", tensor.contiguous()
+            continue
+        names = ("gate_proj", "up_proj") if layer == "gate_up_proj" else (layer,)
+        for number, one in enumerate(tensor):
+            for part, weight in zip(names, one.chunk(len(names)), strict=True):
+                yield f"{at}.{number}.{part}.weight", weight.contiguous()
 
 
 def _published(name: str) -> str:
@@ -197,22 +216,12 @@ def _processor(vocabulary: int) -> Any:
 
 
 def _config(shape: Shape, tokenizer: Any) -> Any:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+    from transformers import CLIPVisionConfig, LlavaConfig
 
     names = ("pad_token_id", "bos_token_id", "eos_token_id")
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(SPECIAL[:3])), strict=True))
     return LlavaConfig(
-        text_config=LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.t_hidden,
-            intermediate_size=shape.t_mlp,
-            num_hidden_layers=shape.t_layers,
-            num_attention_heads=shape.t_heads,
-            num_key_value_heads=shape.t_kv_heads,
-            max_position_embeddings=4096,
-            tie_word_embeddings=False,
-            **ids,
-        ),
+        text_config=_text_config(shape, ids),
         vision_config=CLIPVisionConfig(
             hidden_size=shape.v_hidden,
             intermediate_size=shape.v_mlp,
@@ -228,6 +237,32 @@ def _config(shape: Shape, tokenizer: Any) -> Any:
         vision_feature_select_strategy="default",
         tie_word_embeddings=False,
         **ids,
+    )
+
+
+def _text_config(shape: Shape, ids: dict[str, int]) -> Any:
+    from transformers import LlamaConfig, Qwen3MoeConfig
+
+    sizes = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.t_hidden,
+        "num_hidden_layers": shape.t_layers,
+        "num_attention_heads": shape.t_heads,
+        "num_key_value_heads": shape.t_kv_heads,
+        "head_dim": shape.t_hidden // shape.t_heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        **ids,
+    }
+    if not shape.t_experts:
+        return LlamaConfig(intermediate_size=shape.t_mlp, **sizes)
+    return Qwen3MoeConfig(
+        moe_intermediate_size=shape.t_mlp,
+        num_experts=shape.t_experts,
+        num_experts_per_tok=shape.t_used,
+        norm_topk_prob=True,
+        architectures=["Qwen3MoeForCausalLM"],
+        **sizes,
     )
 
 
@@ -262,7 +297,8 @@ def _draw_weights(model: torch.nn.Module, mute_rows: list[int]) -> None:
                     if "o_proj" in name
                     else 1.5
                 )
-                weight.normal_(0.0, gain / math.sqrt(weight[0].numel()), generator=generator)
+                ins = weight.shape[-1] if weight.dim() == 3 else weight[0].numel()  # 3: experts
+                weight.normal_(0.0, gain / math.sqrt(ins), generator=generator)
         model.get_output_embeddings().weight[mute_rows] = 0.0  # logit 0 never wins
 
 
