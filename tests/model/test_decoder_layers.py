@@ -34,8 +34,8 @@ from tests.support.models.decoders import (
 )
 
 pytestmark = [NEEDS_PACKING, NEEDS_KERNEL]
-HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5", "minicpm_ocr", "minicpmv4_6",
-          "minicpmv4_7"]  # fmt: skip
+HYBRID = ["lfm2", "lfm2_vl", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "minicpm_ocr",
+          "minicpmv4_6", "minicpmv4_7"]  # fmt: skip
 """The step driver reuses blocks of tokens, not states."""
 
 
@@ -51,20 +51,20 @@ def test_a_family_equals_transformers(kind, bench, named):
 
 
 MEDIA = ["llava", "llava_next", "llava_onevision", "vipllava", "idefics3", "smolvlm", "internvl",
-         "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3",
-         "lfm2_vl", "qwen2_audio", "voxtral"]  # fmt: skip
+         "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+         "gemma3", "lfm2_vl", "qwen2_audio", "voxtral"]  # fmt: skip
 MORE = ["audioflamingo3", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid", "fast_vlm",
         "fun_asr_nano", "glmasr", "got_ocr2", "janus", "lighton_ocr", "llava_next_video",
         "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "moss_transcribe_diarize", "ovis2",
         "paddleocr_vl", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni",
-        "qwen2_5_omni_thinker", "qwen3_asr", "video_llama_3", "video_llava"]  # fmt: skip
+        "qwen2_5_omni_thinker", "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe",
+        "qwen3_omni_moe_thinker", "video_llama_3", "video_llava"]  # fmt: skip
 KEPT = ["aria", "aya_vision", "bamba", "cohere2_vision", "cohere_compass", "cosmos3_edge",
         "deepseek_ocr2", "ernie4_5_vl_moe", "exaone4_5", "falcon_h1", "gemma3n", "gemma3n_text",
         "gemma4", "gemma4_text", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
         "glmga", "granite4_vision", "granite_docling", "granitemoehybrid_dense", "hunyuan_vl",
         "hyperclovax_vision_v2", "kimi_k25", "lfm3", "lfm3_vl", "llama4", "llama4_text",
-        "mistral4", "muse_glimmer", "nemo_speechlm", "nemotron_h", "nemotron_h_omni", "qwen3_5_moe",
-        "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe",
+        "mistral4", "muse_glimmer", "nemo_speechlm", "nemotron_h", "nemotron_h_omni", "qwen3_next",
         "step3p7"]  # fmt: skip
 """docs/reference/models.md says so of all of these."""
 

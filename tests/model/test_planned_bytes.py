@@ -51,6 +51,7 @@ MAMBA = {
     "mamba_d_state": 128,
     "mamba_n_groups": 2,
 }
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 GROWTH = """
 import json, sys
 from foveal_runtime.model.runner.runner import TorchRunner
@@ -72,8 +73,9 @@ large = load(*json.loads(sys.argv[2]))
 print(taken_bytes() - before)
 """
 
-SMALL = {"hybrid": "qwen3_next", "mamba": "bamba"}
-"""Models with states, and tiny ones whose code is loaded before the first look."""
+STATES = {"hybrid": "qwen3_next", "mamba": "bamba"}
+SMALL = {**STATES, "experts": "qwen3_moe", "experts-int4": "qwen3_moe"}
+"""Tiny ones, whose code is loaded before the first look."""
 
 # Compiled products are planned with what every process takes, not with the model.
 NO_CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "1")
@@ -89,7 +91,9 @@ def llama(folder: Path) -> Path:
     return save_random(hf.LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]), folder)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "mamba", "quantised", "int4", "adapters"])
+@pytest.mark.parametrize(
+    "kind", ["hybrid", "mamba", "quantised", "int4", "adapters", "experts", "experts-int4"]
+)
 def test_the_plan_is_what_a_process_grows_by(kind: str, tiny, tmp_path, monkeypatch) -> None:
     adapters: list[str] = []
     if kind == "hybrid":
@@ -102,6 +106,9 @@ def test_the_plan_is_what_a_process_grows_by(kind: str, tiny, tmp_path, monkeypa
         path, _ = quantised.make(llama(tmp_path / "source"), tmp_path, "W4A16")
     elif kind == "int4":
         path = llama(tmp_path / "plain")
+    elif "experts" in kind:
+        config = hf.Qwen3MoeConfig(**SIZES, **EXPERTS, architectures=["Qwen3MoeForCausalLM"])
+        path = save_random(config, tmp_path / "experts")
     else:
         path = llama(tmp_path / "plain")
         monkeypatch.setattr(lora, "RANK", RANK)
@@ -110,7 +117,7 @@ def test_the_plan_is_what_a_process_grows_by(kind: str, tiny, tmp_path, monkeypa
             str(lora.write_adapter(tmp_path / f"{n}", model, n, r=RANK, lora_alpha=8))
             for n in (1, 2)
         ]
-    quantization = kind if kind == "int4" else "auto"
+    quantization = "int4" if "int4" in kind else "auto"
     profile = profiler.predict(str(path), quantization=quantization)
     lora_bytes = sum(adapter_bytes(LoraSource(one, one), profile.dtype) for one in adapters)
     engine = EngineInputs(device="cpu", max_num_seqs=NUM_SEQS, kv_bytes=KV_BYTES)
@@ -118,7 +125,7 @@ def test_the_plan_is_what_a_process_grows_by(kind: str, tiny, tmp_path, monkeypa
     lines = {line.name: line.bytes for line in found.engine.lines}
     names = ("weights", "state", "snapshots", "kv")
     planned = sum(lines.get(name, 0) for name in names) + lora_bytes
-    assert ("state" in lines) == ("snapshots" in lines) == (kind in SMALL)
+    assert ("state" in lines) == ("snapshots" in lines) == (kind in STATES)
     num_snapshots = lines.get("snapshots", 0) // (profile.state_bytes or 1)
     request = [str(path), KV_BYTES, NUM_SEQS, num_snapshots, adapters, lora_bytes, quantization]
     small = str(tiny(SMALL.get(kind, "llama")))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from foveal_runtime.main import cli
 from foveal_runtime.model import profiler
@@ -18,6 +19,7 @@ from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.runner.runner import TorchRunner
 from foveal_runtime.plan.errors import StartupError
 from foveal_runtime.plan.profile import ItemProfile, decode
+from tests.support.allocations import most_allocated
 
 NAMES = [
     "llama", "gemma2_softcap", "qwen3_moe", "llama4_text", "deepseek_v3_mla", "llava", "idefics3",
@@ -88,6 +90,23 @@ def test_measuring_replaces_predictions_and_says_so(bench, tiny) -> None:
     assert found.sources["activation_bytes"] == "measured"
     assert found.sources["items.image"] == "processor"
     assert found.items == items
+
+
+def test_copies_of_rows_for_experts_are_planned(tmp_path: Path) -> None:
+    """As transformers computes them, which GPUs do: eight times four rows of a wide model."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=512, intermediate_size=512, moe_intermediate_size=128, num_experts=16,
+        num_experts_per_tok=8, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=128,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+    model.save_pretrained(tmp_path)
+    block, rows = model.model.layers[0].mlp, torch.randn(1, 256, 512)
+    with torch.inference_mode():
+        block(rows)
+        allocated = most_allocated(lambda: block(rows))
+    each = profiler.predict(str(tmp_path), device="cuda").activation_bytes_per_token
+    assert 0.5 * each <= allocated / rows.shape[1] <= each
 
 
 def test_the_peak_meter_sees_memory_that_is_gone_again() -> None:

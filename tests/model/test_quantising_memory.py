@@ -76,3 +76,18 @@ def test_a_load_takes_what_is_cast_beside_it(kind, path, tmp_path) -> None:
     weights, cast, grown = load(tmp_path, kind)
     assert cast == sum(one.nbytes // 2 for one in wide.values())
     assert weights * 5 // 4 < grown <= weights + cast
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_load_takes_experts_that_are_stacked_beside_it(kind, tmp_path) -> None:
+    """Files have them one by one; on CPUs they are quantised, too."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=1024, hidden_size=512, intermediate_size=512, moe_intermediate_size=256,
+        num_experts=32, num_experts_per_tok=4, num_hidden_layers=10, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=512,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    weights, copied, grown = load(tmp_path, kind)
+    assert copied == 10 * 32 * 3 * 256 * 512 * 2
+    assert copied < grown <= weights * 5 // 4 + copied

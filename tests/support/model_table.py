@@ -53,16 +53,19 @@ TAIL = """
 *Tensor parallel*: "compared" families give the answers of one process on two ranks
 (`tests/model/test_tensor_parallel.py`); for "by plan" transformers says how to split layers, which
 no test runs. *CPU fast path*: steps in one call of a C kernel, compared with transformers
-(`tests/model/test_decoder_layers.py`, where text models like Llama, Mistral, Qwen2, Qwen3, Gemma 2
-and Gemma 3 are compared, too); a trial at load time decides, and the engine's log says what it
-found. "modules": steps of these are transformers' modules, because their layers have experts
-(`aria`, `deepseek_ocr2`, `ernie4_5_vl_moe`, `glm4v_moe`, `kimi_k25`, `llama4`, `mistral4`, the Qwen
-families with "moe", `qwen3_next`, `step3p7`), attention and MLP beside each other (`aya_vision`,
+(`tests/model/test_decoder_layers.py`, where text models like Llama, Mistral, Mixtral, Qwen2, Qwen3,
+both with experts, too, Gemma 2 and Gemma 3 are compared); a trial at load time decides, and the
+engine's log says what it found. "modules": steps of these are transformers' modules, because their
+layers choose experts in another way (`aria`, `deepseek_ocr2`, `ernie4_5_vl_moe`, `glm4v_moe`,
+`kimi_k25`, `llama4`, `mistral4`, `step3p7`), have one product for all that a gated delta rule takes
+(`qwen3_next`), attention and MLP beside each other (`aya_vision`,
 `cohere2_vision`, `cohere_compass`), norms in other places (`exaone4_5`, `hunyuan_vl`,
 `hyperclovax_vision_v2`, `lfm3`, the GLM families, which turn neighbours, too), inputs, values,
 gates or factors of their own (`gemma3n`, `gemma4`, `granite4_vision`, `granite_docling`,
 `muse_glimmer`), an MLP without a gate (`cosmos3_edge`) or Mamba-2 mixers (`bamba`, `falcon_h1`,
-`granitemoehybrid`, `nemo_speechlm`, `nemotron_h`, `nemotron_h_omni`).
+`granitemoehybrid`, `nemo_speechlm`, `nemotron_h`, `nemotron_h_omni`). Experts that transformers
+stacks are one call of the kernel in these families, too, unless they gate in a way of their own
+(GPT-OSS's), which a trial decides (`tests/model/test_experts.py`).
 
 Video and audio also need a processor that takes them: a family whose processor cannot be shown to
 make the same prompt from single items refuses that modality with a message. Videos of
@@ -183,20 +186,22 @@ bfloat16.
 Experts stay quantised, too (`tests/model/test_quantized_experts.py`), where files have them one by
 one (`experts.3.gate_proj`), and FP8 or MXFP4 where they are stacked: each keeps linear layers of
 its own, in the layouts and by the kernels above, and only those that a token of the step goes to
-are multiplied with. Which those are is read on the host, so on GPUs decode steps of such a model
-are not recorded as graphs, and no kernel takes several experts at once. Experts of FP8 on a CPU, of
-MXFP4 anywhere, are dequantised a block at a time in each step that needs them.
+are multiplied with. On CPUs whole codes of all experts of a layer are one call. On GPUs which they
+are is read on the host, so decode steps of such a model are not recorded as graphs, and no kernel
+takes several experts at once. Experts of FP8 on a CPU, of MXFP4 anywhere, are dequantised a block
+at a time in each step that needs them.
 
 A checkpoint of plain numbers is quantised while it is loaded with `foveal serve --quantization
 int8` (a scale for each output) or `int4` (a scale for each output and 64 inputs, 32 where 64 do
-not divide them), `engine.quantization` in a resource: the decoder's linear layers, by rounding,
-without calibration; towers, projector, embeddings, head and stacked experts stay as they are. The
-plan counts the smaller weights. Layers are quantised one after another, in pieces of 262,144
+not divide them), `engine.quantization` in a resource: the decoder's linear layers, and on CPUs its
+experts, by rounding, without calibration; towers, projector, embeddings and head stay as they are.
+The plan counts the smaller weights. Layers are quantised one after another, in pieces of 262,144
 weights, on the device that will hold them: what the checkpoint has stays mapped from its files
 where `dtype` is theirs (203 M parameters of bfloat16: int4 119 MiB at most, 112 of them planned
 weights). What the files have in another type than `dtype` is first in host memory in that type (the
-whole checkpoint in float32: 789 MiB): the plan's `loadStaging` counts it; `auto` spares it where
-all weights have one type. On a loaded machine rounding and loading took 27 to 36 s of one thread's
+whole checkpoint in float32: 789 MiB), and so are experts that the files have one by one, which
+transformers stacks: the plan's `loadStaging` counts both; `auto` spares the first where all weights
+have one type. On a loaded machine rounding and loading took 27 to 36 s of one thread's
 time per 10⁹ parameters for int4, and 7 to 12 s for int8. One device an engine.
 
 Other formats, and what of these is not read, are [refused](refused.md#quantised-weights) by plan,

@@ -30,9 +30,9 @@ from foveal_runtime.model.checkpoint.blocked import block_quantized
 from foveal_runtime.model.checkpoint.dequantize import SCRATCH_BYTES, QuantizedLinear
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import LoadedModel, meta_model
-from foveal_runtime.model.checkpoint.placement import quantization_of
+from foveal_runtime.model.checkpoint.placement import converted_names, quantization_of
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
-from foveal_runtime.model.checkpoint.weights import cast_bytes, stored_bytes
+from foveal_runtime.model.checkpoint.weights import copied_bytes, stored_bytes
 from foveal_runtime.model.device import PeakMeter
 from foveal_runtime.model.layers import mamba
 from foveal_runtime.model.runner.runner import TorchRunner
@@ -70,7 +70,7 @@ def predict(
     has_weights = any(Path(path).glob("*.safetensors"))
     if assume_dtype and not has_weights:
         dtype = assume_dtype
-    loaded = meta_model(path, dtype, quantization)
+    loaded = meta_model(path, dtype, quantization, device)
     head = Head(loaded.model, loaded.core_name)
     layers = probe_layers(loaded, head)
     state_bytes = sum(shape.size_bytes for shape in probe_states(loaded, head))
@@ -86,7 +86,6 @@ def predict(
     else:
         total = stored_bytes(path, itemsize) + _wide_bytes(loaded.model, itemsize)
     at_load = has_weights and quantization != "auto"
-    own = "BF16" if loaded.dtype is torch.bfloat16 else f"F{8 * itemsize}"
     sources: dict[str, ValueSource] = {
         **dict.fromkeys(FORMULAS, "formula"),
         **dict.fromkeys(CONFIGURED, "config"),
@@ -114,7 +113,7 @@ def predict(
         embed_bytes=itemsize,
         embed_levels=traits.embed_levels,
         quantization=scheme,
-        load_bytes=cast_bytes(path, own) if at_load else 0,
+        load_bytes=_copied(path, dtype) if at_load else 0,
         activation_bytes=decoder.fixed + (SCRATCH_BYTES if scheme else 0),
         activation_bytes_per_token=decoder.whole + decoder.shared,
         activation_bytes_per_token_whole=decoder.whole,
@@ -124,6 +123,13 @@ def predict(
         sources=sources,
         versions={name: version(name) for name in ("torch", "transformers")},
     )
+
+
+def _copied(path: str, dtype: str) -> int:
+    """Plain weights in host memory while they are quantised at load."""
+    plain = meta_model(path, dtype)
+    own = "BF16" if plain.dtype is torch.bfloat16 else f"F{8 * plain.dtype.itemsize}"
+    return copied_bytes(path, own, converted_names(plain.model, path))
 
 
 def _scheme(loaded: LoadedModel, device: str, quantization: Quantization) -> str:
@@ -160,8 +166,9 @@ def _activations(
     """The decoder's peak in a step with so many rows of logits, as a bound, not a mean.
 
     Residual, normed input and three float32 temporaries of the norm; then either projections,
-    rotated copies and output of attention, or four intermediates of the (routed) MLP, which ranks
-    share; on CPUs one mask row over the context, as bool and as float32. A Mamba-2 mixer's pieces.
+    rotated copies and output of attention, or four intermediates of the MLP, which ranks share; on
+    CPUs one mask row over the context, as bool and as float32. Of each expert that a token goes to,
+    four copies of its row, or one and four intermediates. A Mamba-2 mixer's pieces.
     """
     text = loaded.text_config
     width, context = int(text.hidden_size), int(text.max_position_embeddings)
@@ -171,9 +178,11 @@ def _activations(
     if getattr(text, "use_double_wide_mlp", False):
         inner *= 2
     routed = getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k_experts", 0) or 0
+    experts = 0
     if routed:
         each = getattr(text, "moe_intermediate_size", 0) or inner
-        inner = max(inner, routed * int(max(each) if isinstance(each, list | tuple) else each))
+        each = int(max(each) if isinstance(each, list | tuple) else each)
+        experts = routed * max(4 * width, width + 4 * each)
     whole = 12 * width + 2 * width * itemsize
     # Inputs of single layers: looked up, projected and added for all layers at once.
     inputs = int(getattr(text, "hidden_size_per_layer_input", 0) or 0) * text.num_hidden_layers
@@ -183,7 +192,7 @@ def _activations(
     layer_kv_bytes = max(layer.values_per_token for layer in layers) * itemsize
     fixed = logit_rows * int(text.vocab_size) * 4 * _LOGIT_COPIES + context * layer_kv_bytes
     fixed += max(map(mamba.scratch_bytes, mamba.mixers_of(loaded.decoder)), default=0)
-    return _Decoder(fixed, whole, max(6 * heads, 4 * inner) * itemsize)
+    return _Decoder(fixed, whole, max(6 * heads, 4 * inner, experts) * itemsize)
 
 
 def _encoder_bytes(config: Any, itemsize: int) -> dict[str, int]:

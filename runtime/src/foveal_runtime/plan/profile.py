@@ -129,7 +129,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
         state_bytes: recurrent state of one running request, for models with such layers.
         quantization: format in which weights are kept; "" = plain numbers of `dtype`.
         load_bytes: plain weights that are in host memory until they are quantised, as the files
-            have them in another type than `dtype`; all others stay mapped from the files.
+            have them in another type than `dtype`, or experts one by one; all others stay mapped
+            from the files.
         is_encoder: it embeds whole prompts, each in one step, and generates nothing.
         items: modality to its largest item; empty for a text-only model.
         source: "predicted" from files, or "measured" on the device.

@@ -33,6 +33,10 @@ _FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 """What a code of e2m1 is (OCP Microscaling Formats 1.0, 5.3.3)."""
 
 
+Kind = Literal["int8", "int4"]
+"""What weights are quantised to while they are loaded."""
+
+
 class QuantizedLinear(nn.Module):  # type: ignore[misc]
     """Stands where an nn.Linear stood; its buffers have the names, shapes and types of the file."""
 
@@ -81,7 +85,7 @@ KERNELS: dict[tuple[str, str], Kernel] = {}
 
 def quantize_linears(
     decoder: nn.Module,
-    kind: Literal["int8", "int4"],
+    kind: Kind,
     device: torch.device | str | None = None,
     lay_out: Callable[[QuantizedLinear], object] | None = None,
 ) -> int:
@@ -89,15 +93,15 @@ def quantize_linears(
 
     int8: codes of -127 ... 127 with a scale for each output. int4: codes of -8 ... 7 with a
     scale for each output and GROUPS inputs. Layers whose sizes are not multiples of 16 outputs and
-    32 inputs stay as they are, as do weights that are no linear layer's (stacked experts).
+    32 inputs stay as they are; stacked experts are those of `experts.quantize_experts`.
     A layer is quantised on `device` (None: where it is), then goes to `lay_out`, and its plain
     weight is let go before the next one: what is held beyond the result is one layer.
     Raises StartupError as `quantizable`.
     """
-    bits, since_trim = {"int8": 8, "int4": 4}[kind], 0
+    since_trim = 0
     places = quantizable(decoder, kind)
     for parent, name in places:
-        layer = _quantized(getattr(parent, name), bits, device)
+        layer = quantize_linear(getattr(parent, name), kind, device)
         setattr(parent, name, layer)
         if lay_out is not None:
             lay_out(layer)
@@ -143,7 +147,11 @@ def piece_rows(ins: int, device: torch.device) -> int:
     return max(1, _PIECE_NUMBERS[device.type] // ins)
 
 
-def _quantized(linear: nn.Linear, bits: int, device: torch.device | str | None) -> QuantizedLinear:
+def quantize_linear(
+    linear: nn.Linear, kind: Kind, device: torch.device | str | None = None
+) -> QuantizedLinear:
+    """One of them, on `device` (None: where it is), in the layout of compressed-tensors."""
+    bits = {"int8": 8, "int4": 4}[kind]
     outs, ins, weight = linear.out_features, linear.in_features, linear.weight.data
     device = weight.device if device is None or weight.is_meta else device
     columns = ins if bits == 8 else next(size for size in GROUPS if ins % size == 0)

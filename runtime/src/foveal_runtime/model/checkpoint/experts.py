@@ -11,6 +11,8 @@ MXFP4 as GPT-OSS's (`gate_up_proj_blocks`).
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,9 +23,18 @@ from torch import nn
 from transformers.integrations.moe import _default_apply_gate
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
+from foveal_runtime.model.checkpoint.blocked import block_layer, product_of
+from foveal_runtime.model.checkpoint.dequantize import (
+    Kind,
+    QuantizedLinear,
+    quantize_linear,
+    quantize_linears,
+)
 from foveal_runtime.model.checkpoint.quantized import StoredAs
 from foveal_runtime.model.checkpoint.weights import StoredTensor, file_header, weight_files
+from foveal_runtime.model.cpu.experts import BLOCK, Experts, kernel_activation
+from foveal_runtime.model.cpu.kernels import Product
+from foveal_runtime.telemetry.memory import trim_heap
 
 _SINGLE = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 _WHOLE = re.compile(r"(.+\.(gate_up_proj|down_proj))(_blocks)?")
@@ -34,6 +45,7 @@ _STACKS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": 
 _LAYERS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 """What an expert has, one or the other."""
 Read = Callable[[str], torch.Tensor]
+_log = logging.getLogger(__name__)
 
 
 class Slice(NamedTuple):
@@ -75,13 +87,18 @@ class QuantizedExperts(nn.ModuleList):  # type: ignore[misc]
     As with theirs, each of `hidden_states` (T, E) goes to the experts of `top_k_index` (T, k), and
     their outputs are added up with `top_k_weights` (T, k), in float32 and in the experts' order,
     whatever else is in the step. Which experts those are is read on the host.
+
+    Attributes:
+        whole: what computes all of them in one call, on CPUs.
     """
 
-    def __init__(self, experts: Any, layers: Iterable[ExpertLayer]) -> None:
+    def __init__(self, experts: Any, layers: Iterable[ExpertLayer] = ()) -> None:
         super().__init__()
         self._pending = list(layers)
         gate = getattr(experts, "_apply_gate", None)
         self._apply_gate = gate or (lambda rows: _default_apply_gate(experts, rows))
+        self._find_activation = functools.partial(kernel_activation, experts)
+        self.whole: Experts | None = None
         experts._parameters.clear()
 
     def fill(self, read: Read) -> None:
@@ -97,11 +114,25 @@ class QuantizedExperts(nn.ModuleList):  # type: ignore[misc]
         self.extend(nn.ModuleDict(found[number]) for number in sorted(found))
         self._pending.clear()
 
+    def use_kernel(self, dtype: torch.dtype) -> bool:
+        """Whether rows of `dtype` are computed by one call of the C kernel from now on, which reads
+        the layers' buffers where they are."""
+        found = [_products(layers, dtype) for layers in self]
+        products = [one for one in found if one is not None]
+        sizes = {tuple((p.ins, p.outs, p.wide, p.bits) for p in one) for one in products}
+        activation = self._find_activation()
+        fits = len(products) == len(found) and len(sizes) == 1 and not BLOCK % products[0][-1].wide
+        if activation is not None and fits:
+            self.whole = Experts(products, activation)
+        return self.whole is not None
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         if hidden_states.is_meta:
             return torch.empty_like(hidden_states)
+        if self.whole is not None:
+            return self.whole(hidden_states, top_k_index, top_k_weights)
         numbers, places = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(numbers, minlength=len(self)).tolist()
         weights = top_k_weights.flatten()[places].float().unsqueeze(1)
@@ -127,6 +158,19 @@ class QuantizedExperts(nn.ModuleList):  # type: ignore[misc]
         return out
 
 
+def _products(layers: Any, dtype: torch.dtype) -> tuple[Product, ...] | None:
+    """An expert's (gate, up, down) as the C kernel takes them; None where it cannot."""
+    if any(one.bias is not None and one.bias.dtype != dtype for one in layers.values()):
+        return None
+    if "gate_up_proj" in layers:
+        found = [product_of(layers["gate_up_proj"], part, 2) for part in range(2)]
+    else:
+        found = [product_of(layers[name]) for name in ("gate_proj", "up_proj")]
+    found.append(product_of(layers["down_proj"]))
+    known = tuple(one for one in found if one is not None)
+    return known if len(known) == len(found) else None
+
+
 class RepeatedExperts(QuantizedExperts):
     """Llama 4's: `hidden_states` (experts * T, E) has all tokens for each expert, those that do
     not go there as zeros, whose outputs are zeros."""
@@ -144,8 +188,78 @@ class RepeatedExperts(QuantizedExperts):
         return out.flatten(0, 1)
 
 
-def has_quantized_experts(model: nn.Module) -> bool:
-    return any(isinstance(one, QuantizedExperts) for one in model.modules())
+def quantize_decoder(decoder: nn.Module, kind: Kind, device: str, *, lays_out: bool = True) -> None:
+    """A loaded decoder's linear layers, and on CPUs the experts that it has stacked: on GPUs they
+    would run one by one then, and torch's grouped products of plain weights are faster. Raises
+    StartupError as `dequantize.quantizable`."""
+    is_cpu = torch.device(device).type == "cpu"
+    lay_out = block_layer if is_cpu and lays_out else None
+    num_layers = quantize_experts(decoder, kind, lay_out) if is_cpu else 0
+    count = quantize_linears(decoder, kind, device, lay_out)
+    if lays_out:
+        more = f" and the experts of {num_layers} layers" if num_layers else ""
+        _log.info("%d linear layers%s of the decoder are now %s", count, more, kind)
+
+
+def quantize_experts(
+    decoder: nn.Module, kind: Kind, lay_out: Callable[[QuantizedLinear], object] | None = None
+) -> int:
+    """As `dequantize.quantize_linears`, of stacked experts; returns of how many layers. What is
+    held beyond the result is one layer's."""
+    places = [
+        (parent, name)
+        for parent in decoder.modules()
+        for name, child in parent.named_children()
+        if _is_quantizable(child)
+    ]
+    for parent, name in places:
+        experts = getattr(parent, name)
+        layers = list(_quantized_layers(experts, kind, lay_out))
+        made = (QuantizedExperts if hasattr(experts, "_apply_gate") else RepeatedExperts)(experts)
+        made.extend(layers)
+        setattr(parent, name, made)
+        trim_heap()
+    return len(places)
+
+
+def _is_quantizable(experts: Any) -> bool:
+    stacks = [getattr(experts, name, None) for name in ("gate_up_proj", "down_proj")]
+    if not all(isinstance(one, nn.Parameter) and one.dim() == 3 for one in stacks):
+        return False
+    linears = [linear_of(experts, name) for name in ("gate_proj", "down_proj")]
+    if any(one.out_features % 16 | one.in_features % 32 for one in linears):
+        return False
+    return not why_unknown(experts, dict.fromkeys(range(len(experts.down_proj)), _LAYERS[1]))
+
+
+def _quantized_layers(
+    experts: Any, kind: Kind, lay_out: Callable[[QuantizedLinear], object] | None
+) -> Iterator[nn.ModuleDict]:
+    """Of each expert; gates by themselves where they are not between the rows that they gate."""
+    names = ["gate_proj", "up_proj", "down_proj"]
+    if not getattr(experts, "is_concatenated", True):
+        names = ["gate_up_proj", "down_proj"]
+    is_flipped = has_inputs_first(experts)
+    for number in range(len(experts.down_proj)):
+        layers = {}
+        for name in names:
+            linear = linear_of(experts, name)
+            stack = _STACKS.get(name, name)
+            start = linear.out_features if name == "up_proj" else 0
+            some = slice(start, start + linear.out_features)
+            weight = getattr(experts, stack)[number]
+            weight = (weight.t() if is_flipped else weight)[some]
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            if (bias := getattr(experts, f"{stack}_bias", None)) is not None:
+                linear.bias = nn.Parameter(bias[number, some].clone(), requires_grad=False)
+            layers[name] = quantize_linear(linear, kind)
+            if lay_out is not None:
+                lay_out(layers[name])
+        yield nn.ModuleDict(layers)
+
+
+def quantized_experts(model: nn.Module) -> list[QuantizedExperts]:
+    return [one for one in model.modules() if isinstance(one, QuantizedExperts)]
 
 
 def find_layers(

@@ -24,8 +24,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from foveal_runtime.model.adapters import ADAPTERS, PLAIN_TEXT, TEXT_ADAPTERS, Adapter
 from foveal_runtime.model.attention.dense import switch_towers
-from foveal_runtime.model.checkpoint.blocked import block_layer, block_quantized
-from foveal_runtime.model.checkpoint.dequantize import quantizable, quantize_linears
+from foveal_runtime.model.checkpoint.blocked import block_quantized
+from foveal_runtime.model.checkpoint.dequantize import quantizable
+from foveal_runtime.model.checkpoint.experts import quantize_decoder, quantized_experts
 from foveal_runtime.model.checkpoint.kinds import (
     odd_padding,
     other_kind,
@@ -43,6 +44,7 @@ from foveal_runtime.model.checkpoint.settings import (
 )
 from foveal_runtime.model.checkpoint.weights import check_directory, check_report, check_weights
 from foveal_runtime.model.context import ATTENTION_NAME
+from foveal_runtime.model.cpu.experts import pack_experts
 from foveal_runtime.model.cpu.fusing import fuse
 from foveal_runtime.model.cpu.packing import own_rest, pack_linears
 from foveal_runtime.plan.config import Quantization
@@ -162,16 +164,16 @@ def load_model(
     if not options:
         drop_unused_layers(model, config)
         if quantization != "auto":
-            lay_out = block_layer if torch.device(device).type == "cpu" else None
-            count = quantize_linears(loaded.decoder, quantization, device, lay_out)
-            _log.info("%d linear layers of the decoder are now %s", count, quantization)
+            quantize_decoder(loaded.decoder, quantization, device)
         model = model.to(torch.device(device))
         num_blocked = block_quantized(model, model.device.type)
         if model.device.type == "cpu":
             switch_towers(loaded.core, loaded.decoder)
-            if pack_linears(model) + num_blocked:
+            if pack_linears(model) + pack_experts(model) + num_blocked:
                 own_rest(model)
                 fuse(model)
+            for experts in quantized_experts(model):
+                experts.use_kernel(loaded.dtype)
     return loaded
 
 
@@ -181,8 +183,10 @@ def _head_of(model: Any) -> list[str]:
     return [name for name, one in model.named_parameters() if id(one) in own]
 
 
-def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "auto") -> LoadedModel:
-    """The checkpoint's model with parameters that have shapes and no values.
+def meta_model(
+    path: str, dtype: str = "auto", quantization: Quantization = "auto", device: str = "cpu"
+) -> LoadedModel:
+    """The checkpoint's model as it would be on a device, its parameters without values.
 
     Raises StartupError for models that could not be loaded either.
     """
@@ -202,7 +206,7 @@ def meta_model(path: str, dtype: str = "auto", quantization: Quantization = "aut
             fill_experts(model, path)
     loaded = replace(prepare(model.eval().requires_grad_(False), adapter), path=path)
     if quantization != "auto":
-        quantize_linears(loaded.decoder, quantization)
+        quantize_decoder(loaded.decoder, quantization, device, lays_out=False)
     return loaded
 
 

@@ -26,6 +26,7 @@ from foveal_runtime.model.checkpoint.experts import (
     find_layers,
     linear_of,
     opened,
+    quantized_experts,
     why_unknown,
 )
 from foveal_runtime.model.checkpoint.quantized import (
@@ -72,6 +73,13 @@ class _Names:
             name, self._renamings, self._converters * is_converted, self._prefix, self.plain
         )
         return found
+
+
+def converted_names(model: Any, path: str) -> set[str]:
+    """Tensors in the files of which transformers makes others while it loads them into `model`: it
+    stacks experts, say."""
+    names = _Names(model)
+    return {name for name in stored_tensors(path) if names.key(name)[1] is not None}
 
 
 def place_layers(model: Any, path: str, scheme: Mapping[str, Any]) -> None:
@@ -158,7 +166,7 @@ def _place_experts(
 def fill_experts(model: nn.Module, path: str) -> None:
     """Gives experts their layers once transformers has loaded the rest; on its meta device where
     the model is there."""
-    waiting = [one for one in model.modules() if isinstance(one, QuantizedExperts)]
+    waiting = quantized_experts(model)
     if waiting and next(model.parameters()).is_meta:
         tensors = stored_tensors(path)
         for one in waiting:

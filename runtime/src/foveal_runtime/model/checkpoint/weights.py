@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +131,14 @@ def stored_bytes(path: str, loaded_itemsize: int) -> int:
     return total
 
 
-def cast_bytes(path: str, loaded_dtype: str) -> int:
+def copied_bytes(path: str, loaded_dtype: str, made: Container[str] = ()) -> int:
     """Bytes, once loaded, of the floating-point weights that are stored in another type than the
-    loaded one, by safetensors' names: these are copied, all others stay mapped from the files.
-    Raises StartupError as `stored_tensors`."""
+    loaded one, by safetensors' names, and of those that others are `made` of: these are copied, the
+    rest stays mapped from the files. Raises StartupError as `stored_tensors`."""
     return _FLOATS[loaded_dtype] * sum(
         math.prod(tensor.shape)
-        for tensor in stored_tensors(path).values()
-        if tensor.dtype in _FLOATS and tensor.dtype != loaded_dtype
+        for name, tensor in stored_tensors(path).items()
+        if tensor.dtype in _FLOATS and (tensor.dtype != loaded_dtype or name in made)
     )
 
 

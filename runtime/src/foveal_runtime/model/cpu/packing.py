@@ -75,7 +75,23 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class PackedLinear(nn.Module):  # type: ignore[misc]
+KERNEL_ACTIVATIONS = {
+    Activation("swish"): 0,
+    Activation("gelu", "tanh"): 1,
+    Activation("gelu", "none"): 2,
+    Activation("relu"): 3,
+}
+"""As the C kernels take them (`kernels/activations.h`)."""
+
+
+class Repacked(nn.Module):  # type: ignore[misc]
+    """What stands where a module of plain weights stood."""
+
+    own = ("weight",)
+    """Parameters that it has made memory of its own for."""
+
+
+class PackedLinear(Repacked):
     """Stands where an nn.Linear stood; computes the same up to the order of sums."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -130,8 +146,7 @@ class PairedLinear(PackedLinear):
         nn.Module.__init__(self)
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        pairs = linear.weight.data.contiguous().view(torch.int32)  # moved as one number: faster
-        blocks = _blocks(pairs, WIDE, DEEP // 2).contiguous().view(linear.weight.dtype)
+        blocks = blocked(linear.weight.data, WIDE, DEEP)
         self.weight = nn.Parameter(blocks, requires_grad=False)
         self.bias = linear.bias
         self._layout = Layout(WIDE, DEEP, True, blocks[0].numel(), blocks[0, 0].numel())
@@ -249,6 +264,15 @@ def _blocks(dense: torch.Tensor, wide: int, deep: int) -> torch.Tensor:
     return whole.unflatten(0, (-1, wide)).unflatten(2, (-1, deep)).permute(0, 2, 3, 1)
 
 
+def blocked(dense: torch.Tensor, wide: int, deep: int) -> torch.Tensor:
+    """A weight (outputs, inputs) in blocks that the C kernel reads, in bfloat16 with pairs of an
+    output's inputs next to each other: (output blocks, input blocks, ...)."""
+    if dense.dtype != torch.bfloat16:
+        return _blocks(dense, wide, deep).contiguous()
+    pairs = dense.contiguous().view(torch.int32)  # moved as one number: faster
+    return _blocks(pairs, wide, deep // 2).contiguous().view(dense.dtype)
+
+
 def _pair(blocks: torch.Tensor) -> torch.Tensor:
     """(..., deep, wide) to (..., deep / 2, wide, 2)."""
     return blocks.unflatten(2, (-1, 2)).transpose(3, 4)
@@ -280,6 +304,16 @@ def has_kernel() -> bool:
     """Whether `multiply` works, and is worth it."""
     kernel = loaded_kernel()
     return not isinstance(kernel, str) and kernel.is_fast_in_float32
+
+
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Whether the C kernel multiplies as fast as oneDNN, or where that cannot."""
+    kernel = loaded_kernel()
+    if isinstance(kernel, str) or dtype not in DTYPES:
+        return False
+    if dtype == torch.float32:
+        return kernel.is_fast_in_float32
+    return kernel.is_fast_in_bfloat16 or packed_class(dtype) is PairedLinear
 
 
 @functools.cache
@@ -357,9 +391,10 @@ def pack_linears(model: nn.Module) -> int:
 def own_rest(model: nn.Module) -> None:
     """Copies what was not packed out of the checkpoint's mapped files: a single tensor keeps a
     whole file mapped, which then counts beside the packed copy of its weights."""
-    packed = {id(one.weight) for one in model.modules() if isinstance(one, PackedLinear)}
+    packed = [one for one in model.modules() if isinstance(one, Repacked)]
+    own = {id(getattr(module, name)) for module in packed for name in module.own}
     for one in itertools.chain(model.parameters(), model.buffers()):
-        if id(one) not in packed:
+        if id(one) not in own:
             one.data = one.data.clone()
             if one.nbytes >= _LARGE_BYTES:
                 trim_heap()  # or one tensor's memory after another stays beside its copy
@@ -381,6 +416,7 @@ def _is_plain(linear: Any, holders: dict[int, int]) -> bool:
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
         and holders[id(weight)] == 1
+        and linear.out_features > 1  # a single row lies as the kernels take it
         and not linear._forward_hooks
         and not linear._forward_pre_hooks
         and has_like_bias(linear)

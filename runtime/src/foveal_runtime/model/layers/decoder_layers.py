@@ -104,7 +104,7 @@ class DecoderLayers:
         self._states = states
         self._parts = [LayerParts(layer, loaded.dtype) for layer in decoder.layers]
         is_half = loaded.dtype == torch.bfloat16
-        is_quantised = any(one.bits for parts in self._parts for one in parts.products.values())
+        is_quantised = any(parts.is_quantised for parts in self._parts)
         is_fast = kernel.is_fast_in_bfloat16 if is_half else kernel.is_fast_in_float32
         is_alone = is_half and packed_class(loaded.dtype) is PairedLinear
         has_tiles = kernel.has_tiles and is_half
@@ -114,15 +114,18 @@ class DecoderLayers:
         self.limits = fast if is_half and is_fast and is_whole else LIMITS
         self._geometry = {one.layer if one.layer >= 0 else one.index: one for one in layers}
         self._rotations = {number: rotation_of(decoder, number) for number in self._geometry}
-        first = self._parts[0]
+        routed = [parts.routed for parts in self._parts if parts.routed is not None]
+        if len({one.size for one in routed}) > 1:
+            raise Unlike("its layers have other experts")
+        mlp = next((parts for parts in self._parts if parts.routed is None), None)
         self._shape = {
             "dtype": DTYPES[loaded.dtype],
-            "width": first.products["down"].outs,
-            "mlp_width": first.products["gate"].outs,
+            "width": self._parts[0].products["o"].outs,
+            "mlp_width": mlp.products["gate"].outs if mlp else 0,
             "num_heads": layers[0].num_heads,
             "num_kv_heads": layers[0].num_kv_heads,
             "head_dim": layers[0].key_dim,
-            "activation": first.activation,
+            "activation": mlp.activation if mlp else 0,
         }
         for number, parts in enumerate(self._parts):
             parts.check(self._shape, self._geometry.get(number))
@@ -366,19 +369,21 @@ def _try(made: DecoderLayers, trial: Trial) -> None:
     with trial.random_states() as states:
         made.bind(trial.pool)
         before = [one.clone() for one in states]
-        for number in range(len(made._parts)):
-            wanted = trial.added_by(number)
+        for number, parts in enumerate(made._parts):
+            with trial.clear_choices(parts.routed and parts.routed.router) as clear:
+                wanted = trial.added_by(number)
             after = _swap(states, before)
             for _ in made.each_way():
                 got = trial.rows.clone()
                 made.run_layers(got, trial.positions, trial.context, range(number, number + 1))
-                trial.check_same(f"layer {number}", got.double() - trial.rows.double(), wanted)
+                added = got.double() - trial.rows.double()
+                trial.check_same(f"layer {number}", added[clear], wanted[clear])
                 for mine, modules in zip(_swap(states, before), after, strict=True):
                     trial.check_same(f"the state of layer {number}", mine, modules)
         wanted = trial.after_all()
         _swap(states, before)
         got = made.run(trial.rows, trial.positions, trial.context, trial.extra)
-    trial.check_whole(got, wanted)
+    trial.check_whole(got, wanted, has_choices=any(parts.routed for parts in made._parts))
 
 
 def _swap(states: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ Made by decoder_layers of a layer's modules. Addresses are good while the module
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,19 +15,29 @@ from torch import nn
 from foveal_runtime.model.attention import KVPool, LayerGeometry
 from foveal_runtime.model.checkpoint.blocked import product_of
 from foveal_runtime.model.checkpoint.dequantize import QuantizedLinear
+from foveal_runtime.model.cpu.experts import Experts
 from foveal_runtime.model.cpu.fusing import FusedNorm, activation_of
-from foveal_runtime.model.cpu.kernels import NORMS, PRODUCTS, Layer, Product, RmsNorm
-from foveal_runtime.model.cpu.packing import Activation, PackedLinear
+from foveal_runtime.model.cpu.kernels import (
+    NORMS,
+    PRODUCTS,
+    Expert,
+    Layer,
+    Product,
+    RmsNorm,
+    Routing,
+)
+from foveal_runtime.model.cpu.packing import KERNEL_ACTIVATIONS, Activation, PackedLinear
 from foveal_runtime.model.layers.delta_rule import DeltaRule, Parts
-from foveal_runtime.model.layers.layer_parts import FORMS, Unlike, has_weights, parts_of
+from foveal_runtime.model.layers.layer_parts import (
+    EXPERTS,
+    FORMS,
+    Unlike,
+    has_weights,
+    parts_of,
+)
 
 SILU = Activation("swish")
-_KERNEL_ACTIVATIONS = {
-    SILU: 0,
-    Activation("gelu", "tanh"): 1,
-    Activation("gelu", "none"): 2,
-    Activation("relu"): 3,
-}
+_MLP = ("gate", "up", "down")
 
 
 class LayerParts:
@@ -34,10 +45,14 @@ class LayerParts:
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         """Raises Unlike."""
-        parts = parts_of(layer, FORMS)
-        self.activation = _KERNEL_ACTIVATIONS[_activation_of(layer, parts["gate"])]
+        parts = parts_of(layer, FORMS, EXPERTS)
+        self.routed = _Routed(parts, dtype) if "router" in parts else None
+        self.activation = -1
+        if self.routed is None:
+            self.activation = KERNEL_ACTIVATIONS[_activation_of(layer, parts["gate"])]
         self.norms = {name: _norm(parts.get(name)) for name in NORMS}
-        self.products = {name: _product(parts[name], dtype) for name in PRODUCTS if name in parts}
+        own = [name for name in PRODUCTS if name in parts and not (self.routed and name in _MLP)]
+        self.products = {name: _product(parts[name], dtype) for name in own}
         self.conv = parts.get("conv")
         self.rule: DeltaRule | None = None
         if "gated" in parts:
@@ -55,11 +70,21 @@ class LayerParts:
             return self.rule.state
         return {} if self.conv is None else {"conv": ((width, self.conv.weight.shape[-1]), dtype)}
 
+    @property
+    def is_quantised(self) -> bool:
+        each = self.routed.experts if self.routed else []
+        experts = [one for expert in each for one in (expert.gate, expert.up, expert.down)]
+        return any(one.bits for one in (*self.products.values(), *experts))
+
     def check(self, shape: dict[str, int], layer: LayerGeometry | None) -> None:
         """Whether it is as large as the first; `layer`: None for one without attention. Raises
         Unlike."""
         width, mlp = shape["width"], shape["mlp_width"]
         ends = {"gate": (width, mlp), "up": (width, mlp), "down": (mlp, width)}
+        if self.routed is not None:
+            ends = {}
+            if any((one.gate.ins, one.down.outs) != (width, width) for one in self.routed.experts):
+                raise Unlike("its experts differ in size")
         found = {name: (p.ins, p.outs) for name, p in self.products.items()}
         if layer is None:
             mixer = {"q": (width, 3 * width), "o": (width, width)}
@@ -75,22 +100,26 @@ class LayerParts:
         mixer = {"q": (width, asked), "k": (width, kvs), "v": (width, kvs), "o": (queries, width)}
         if found != {**ends, **mixer}:
             raise Unlike("its layers differ in size")
-        heads = (layer.num_heads, layer.num_kv_heads, layer.key_dim, self.activation)
-        if heads != tuple(
-            shape[name] for name in ("num_heads", "num_kv_heads", "head_dim", "activation")
+        heads = (layer.num_heads, layer.num_kv_heads, layer.key_dim)
+        if heads != tuple(shape[name] for name in ("num_heads", "num_kv_heads", "head_dim")) or (
+            self.activation not in (-1, shape["activation"])
         ):
             raise Unlike("its layers differ")
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        routing = self.routed and ctypes.addressof(self.routed.routing)
+        return {**self.norms, **self.products, "routing": routing}
 
     def fill_state(self, states: Parts) -> Layer:
         """A layer that has states, one of each slot, instead of keys and values."""
         if self.rule is not None:
             self._job = self.rule.job(states)
-            return Layer(**self.norms, **self.products, delta=ctypes.addressof(self._job))
+            return Layer(**self._common, delta=ctypes.addressof(self._job))
         assert self.conv is not None
         bias = self.conv.bias
         return Layer(
-            **self.norms,
-            **self.products,
+            **self._common,
             taps=states["conv"].shape[-1],
             conv_weight=self.conv.weight.data_ptr(),
             conv_bias=None if bias is None else bias.data_ptr(),
@@ -99,8 +128,7 @@ class LayerParts:
 
     def fill_attention(self, layer: LayerGeometry, pool: KVPool, place: int) -> Layer:
         return Layer(
-            **self.norms,
-            **self.products,
+            **self._common,
             keys=pool.keys[layer.index].data_ptr(),
             values=pool.values[layer.index].data_ptr(),
             scaling=layer.scaling,
@@ -112,11 +140,63 @@ class LayerParts:
         )
 
 
+class _Routed:
+    """Experts that rows are sent to, one more that all of them go to included.
+
+    Attributes:
+        experts: of each the products.
+        router, routing: the module, and what the kernel takes of it.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """Raises Unlike."""
+        self.router = parts["router"]
+        whole = getattr(parts["experts"], "whole", None)
+        if not isinstance(whole, Experts):
+            raise Unlike("its experts are computed by modules")
+        self.experts = list(whole.each)
+        if (shared := parts.get("shared")) is not None:
+            self.experts.append(Expert(*(_product(parts[name], dtype) for name in _MLP)))
+        weights = [parts[name].weight for name in ("router", "shared") if name in parts]
+        if any(one.dtype != dtype or not one.is_contiguous() for one in weights):
+            raise Unlike("its router is another")
+        self._made = (Expert * len(self.experts))(*self.experts)
+        num_used, normalises = _used_by(self.router)
+        self.routing = Routing(
+            scores=self.router.weight.data_ptr(),
+            shared=None if shared is None else shared.weight.data_ptr(),
+            experts=ctypes.addressof(self._made),
+            num_experts=len(whole.each),
+            num_used=num_used,
+            activation=whole.activation,
+            normalises=normalises,
+        )
+
+    @property
+    def size(self) -> tuple[object, ...]:
+        """What is the same in all layers of a model."""
+        one = self.experts[0]
+        sizes = (one.gate.ins, one.gate.outs, self.experts[-1].gate.outs, len(self.experts))
+        return (*sizes, self.routing.num_used, self.routing.activation, self.routing.shared is None)
+
+
+def _used_by(router: Any) -> tuple[int, bool]:
+    """How many experts a row goes to, and whether their factors add up to 1. Raises Unlike."""
+    weight: Any = getattr(router, "weight", None)
+    if [name for name, _ in router.named_parameters()] != ["weight"] or weight.dim() != 2:
+        raise Unlike("its router is another")
+    found = router(torch.randn(4, weight.shape[1]).to(weight.dtype))
+    if not isinstance(found, tuple) or len(found) != 3 or found[1].shape != found[2].shape:
+        raise Unlike("its router is another")
+    sums = found[1].float().sum(-1)
+    return found[2].shape[-1], bool((sums - 1).abs().max() < 0.02)
+
+
 def _activation_of(layer: nn.Module, gate: nn.Module) -> Activation:
     """That of the MLP which `gate` belongs to; one that is no module, SiLU, if trials agree."""
     mlp = next(one for one in layer.children() if gate in list(one.children()))
     found = [activation_of(one) for one in mlp.children() if not has_weights(one)]
-    known = [one for one in found or [SILU] if one in _KERNEL_ACTIVATIONS]
+    known = [one for one in found or [SILU] if one in KERNEL_ACTIVATIONS]
     if len(found) > 1 or not known:
         raise Unlike("its MLP's activation is another")
     return known[0]

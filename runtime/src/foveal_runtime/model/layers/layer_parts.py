@@ -23,6 +23,8 @@ from foveal_runtime.model.cpu.packing import DTYPES
 
 Form = Mapping[str, str]
 """Role of a part → where a layer has it. Roles are those of `Layer` in the kernels."""
+EXPERTS = "mlp.experts"
+"""One part, whatever they are made of."""
 ATTENTION: Form = {
     "before": "input_layernorm",
     "after": "post_attention_layernorm",
@@ -45,6 +47,25 @@ _LFM2: Form = {
     "up": "feed_forward.w3",
     "down": "feed_forward.w2",
 }
+_ROUTED: Form = {"router": "mlp.gate", "experts": EXPERTS}
+_SHARED: Form = {
+    **_ROUTED,
+    "shared": "mlp.shared_expert_gate",
+    "gate": "mlp.shared_expert.gate_proj",
+    "up": "mlp.shared_expert.up_proj",
+    "down": "mlp.shared_expert.down_proj",
+}
+_DELTA: Form = {  # Qwen 3.5: a gated delta rule
+    "before": "input_layernorm",
+    "after": "post_attention_layernorm",
+    "q": "linear_attn.in_proj_qkv",
+    "k": "linear_attn.in_proj_b",
+    "v": "linear_attn.in_proj_a",
+    "z": "linear_attn.in_proj_z",
+    "conv": "linear_attn.conv1d",
+    "gated": "linear_attn.norm",
+    "o": "linear_attn.out_proj",
+}
 LLAMA_LIKE: tuple[Form, ...] = (
     _LLAMA,
     {  # Gemma 2 and 3: a norm before and one behind each half of a layer
@@ -66,16 +87,10 @@ FORMS: tuple[Form, ...] = (
         "key": "self_attn.k_layernorm",
     },
     {**_LFM2, "q": "conv.in_proj", "conv": "conv.conv", "o": "conv.out_proj"},
-    {  # Qwen 3.5: a gated delta rule
-        **_LLAMA,
-        "q": "linear_attn.in_proj_qkv",
-        "k": "linear_attn.in_proj_b",
-        "v": "linear_attn.in_proj_a",
-        "z": "linear_attn.in_proj_z",
-        "conv": "linear_attn.conv1d",
-        "gated": "linear_attn.norm",
-        "o": "linear_attn.out_proj",
-    },
+    {**_LLAMA, **_DELTA},
+    {**ATTENTION, **_ROUTED},  # Qwen 3 and Mixtral with experts
+    {**ATTENTION, **_SHARED},  # Qwen 3.5: one more that all rows go to
+    {**_DELTA, **_SHARED},
 )
 """Of layers that the kernel for whole layers computes on CPUs."""
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from foveal_runtime.model.attention import (
     AttentionBackend,
@@ -36,6 +38,13 @@ _BLOCK_TOKENS = 16
 _WHOLE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Mean difference over mean size after all layers: shows what is done around the layers (a scaled
 embedding), not last bits, which the trials of single layers show."""
+
+
+_CHOICE_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3}
+"""Likewise, where last bits may send a row to other experts."""
+_CLEAR = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
+"""How far apart a router's products of the last expert used and of the next one are, over their
+spread, where last bits change nothing."""
 
 
 def _deepstack(loaded: LoadedModel, rows: torch.Tensor) -> dict[str, Any]:
@@ -153,11 +162,38 @@ class Trial:
         if not most <= TOLERANCE[self._loaded.dtype] * float(wanted.abs().max()):
             raise Unlike(f"{what} differs by {most:.2g}")
 
-    def check_whole(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
+    @contextmanager
+    def clear_choices(self, router: nn.Module | None) -> Iterator[torch.Tensor]:
+        """Which rows (T) of a layer that is called within go to experts that no last bits decide
+        about: all without a router. Raises Unlike where they are too few to show anything."""
+        clear = torch.ones(len(self.rows), dtype=torch.bool)
+
+        def look(
+            router: Any, given: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]
+        ) -> None:
+            scores = functional.linear(given[0].flatten(0, -2), router.weight).float()
+            ranked = scores.sort(descending=True).values
+            num_used = out[-1].shape[-1]
+            if num_used < ranked.shape[1]:
+                apart = ranked[:, num_used - 1] - ranked[:, num_used]
+                clear.copy_(apart > _CLEAR[self._loaded.dtype] * scores.std(1))
+
+        if router is None:
+            yield clear
+            return
+        with router.register_forward_hook(look):
+            yield clear
+        if 4 * int(clear.sum()) < len(clear):
+            raise Unlike("its router sees hardly a difference between random rows")
+
+    def check_whole(
+        self, got: torch.Tensor, wanted: torch.Tensor, *, has_choices: bool = False
+    ) -> None:
         """Of the decoder's last hidden states. Raises Unlike."""
+        tolerance = (_CHOICE_TOLERANCE if has_choices else _WHOLE_TOLERANCE)[self._loaded.dtype]
         got, wanted = got.cpu().double(), wanted.cpu().double()
         apart = float((got - wanted).abs().mean() / wanted.abs().mean())
-        if not apart <= _WHOLE_TOLERANCE[self._loaded.dtype]:
+        if not apart <= tolerance:
             raise Unlike(f"something around its layers differs by {apart:.2g}")
 
     @contextmanager

@@ -34,7 +34,7 @@ from foveal_runtime.model.attention import (
     window_of,
     windowed_layers,
 )
-from foveal_runtime.model.checkpoint.experts import has_quantized_experts
+from foveal_runtime.model.checkpoint.experts import quantized_experts
 from foveal_runtime.model.checkpoint.head import Head
 from foveal_runtime.model.checkpoint.loader import LoadedModel, load_model
 from foveal_runtime.model.checkpoint.probe import probe_layers, probe_states
@@ -241,7 +241,7 @@ class TorchRunner:
         return True
 
     def _why_not_recorded(self, capturer: Capturer) -> str:
-        if capturer.is_frozen and has_quantized_experts(self.loaded.model):
+        if capturer.is_frozen and quantized_experts(self.loaded.model):
             return "the host reads which of the quantised experts a step needs"
         if capturer.is_frozen and not self.backend.is_static:
             return "this attention backend reads lengths on the host"

@@ -125,7 +125,11 @@ def engine_lines(inputs: BudgetInputs, needs: Needs, profile: ModelProfile) -> t
             "engine",
             max(staging, probe if cpu else 0, profile.load_bytes),
             "temporary memory while loading (weight buffer of at most 2 GiB, one largest item)"
-            + (", or weights cast before they are quantised" if profile.load_bytes else ""),
+            + (
+                ", or weights cast or stacked before they are quantised"
+                if profile.load_bytes
+                else ""
+            ),
         ),
         _line(
             "ipcStaging",

@@ -120,6 +120,33 @@ class ProductJob(ctypes.Structure):
     )
 
 
+class Expert(ctypes.Structure):
+    """Mirrors `Expert` in experts.h."""
+
+    _fields_ = tuple((name, Product) for name in ("gate", "up", "down"))
+
+
+class ExpertsJob(ctypes.Structure):
+    """Mirrors `ExpertsJob` in experts.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "num_threads", "activation", "num_experts", "num_used")),
+        ("num_rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "which", "factors", "experts")),
+    )  # fmt: skip
+
+
+class Routing(ctypes.Structure):
+    """Mirrors `Routing` in routing.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scores", "shared", "experts")),
+        *((name, ctypes.c_int32) for name in (
+            "num_experts", "num_used", "activation", "normalises")),
+    )  # fmt: skip
+
+
 PRODUCTS = ("q", "k", "v", "z", "o", "gate", "up", "down")
 NORMS = ("before", "after", "of_attention", "of_mlp", "query", "key")
 """Of a layer; those that it lacks have no weight."""
@@ -134,8 +161,9 @@ class Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "sinks")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
         *((name, ctypes.c_int32) for name in ("window", "chunk", "place", "gated", "taps")),
-        *((name, ctypes.c_void_p) for name in ("conv_weight", "conv_bias", "past", "delta")),
-    )
+        *((name, ctypes.c_void_p) for name in (
+            "conv_weight", "conv_bias", "past", "delta", "routing")),
+    )  # fmt: skip
 
 
 class Place(ctypes.Structure):
@@ -270,6 +298,7 @@ class DecoderKernel:
             self.most_in_order = MOST_IN_ORDER if cpu_vendor() == "GenuineIntel" else 0
         self._run = _function(path, "foveal_decoder_layers", ctypes.POINTER(DecoderStep))
         self._multiply = _function(path, "foveal_multiply", ctypes.POINTER(ProductJob))
+        self._experts = _function(path, "foveal_experts", ctypes.POINTER(ExpertsJob))
 
     @property
     def most_in_order(self) -> int:
@@ -284,6 +313,10 @@ class DecoderKernel:
     def multiply(self, job: ProductJob) -> int:
         """DONE, UNSUPPORTED or NO_MEMORY."""
         return int(self._multiply(ctypes.byref(job)))
+
+    def experts(self, job: ExpertsJob) -> int:
+        """DONE, UNSUPPORTED or NO_MEMORY."""
+        return int(self._experts(ctypes.byref(job)))
 
     def run(self, step: DecoderStep) -> int:
         """DONE, UNSUPPORTED or NO_MEMORY."""

@@ -19,9 +19,11 @@
 #include <sched.h>
 #endif
 
+#include "activations.h"
 #include "chunks.h"
 #include "delta_rule.h"
 #include "linear.h"
+#include "routing.h"
 #include "rows.h"
 
 #define SPINS 2000     /* turns before a thread that waits sleeps: some tens of microseconds */
@@ -38,8 +40,6 @@
 #endif
 #define FEW_ROWS 16    /* prepared by one thread, where threads share the work */
 #define FEW_HEADS 256  /* likewise */
-
-enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 
 typedef struct {
     RmsNorm before, after;  /* before attention and before the MLP */
@@ -58,6 +58,7 @@ typedef struct {
     const void *conv_weight, *conv_bias; /* (width, taps) and (width) or NULL */
     void *past;             /* (slots, width, taps): its last inputs, in place */
     const DeltaJob *delta;  /* a gated delta rule in attention's place, but for its step; or NULL */
+    const Routing *routing; /* to experts, which stand where the MLP does; or NULL */
 } Layer;
 
 /* What layers of one pool with one rotary embedding share. */
@@ -102,6 +103,9 @@ typedef struct {
     Inputs own;             /* (num_rows, widest input of a product), of each thread if not shared */
     int is_shared;
     int64_t own_floats;     /* per thread */
+    Pairs pairs;            /* of rows and experts */
+    float *scores, *factors; /* (num_rows, num_experts) and (num_rows, experts of a row) */
+    int64_t *which;         /* (num_rows, experts of a row) */
     void *query, *attended; /* (num_rows, num_heads, head_dim) and (num_rows, ins of o), of dtype */
     Barrier barrier;
 } Run;
@@ -131,19 +135,6 @@ static void meet(Barrier *b, int count) {
         sched_yield();
 #endif
     atomic_fetch_sub(&b->sleepers, 1);
-}
-
-INLINE vec activated(const int kind, int which, vec x) {
-    if (which == SILU) return times_sigmoid(kind, x, x);
-    if (which == RELU) return pick(x > splat(0.0f), x, splat(0.0f));
-    if (which == GELU_TANH) {
-        const vec power =
-            vexp(splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x)); /* 2 sqrt(2/pi) */
-        return x * (power / (power + splat(1.0f)));
-    }
-    vec y;
-    for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
-    return y;
 }
 
 /* Takes the next unit of a phase; those there are: [0, count). */
@@ -224,17 +215,9 @@ static void put_gated(const Run *run, const Layer *layer, int i, const Inputs *i
     EACH_ROW_GROUP(first, count, unit) {
         const int outs = project(kind, &layer->gate, unit.panel, in, first, count, gate);
         project(kind, &layer->up, unit.panel, in, first, count, up);
-        for (int r = 0; r < count; r++) {
-            const Inputs *to = &run->wide;
-            const int64_t at = (first + r) * to->stride + unit.panel * layer->gate.wide;
-            float *one = gate + r * MAX_WIDE;
-            for (int c = 0; c < outs; c += LANES) {
-                const vec factor = activated(kind, run->step->activation, load(one + c));
-                store(one + c, load(up + r * MAX_WIDE + c) * rounded(kind, factor));
-            }
-            if (to->x) put_rounded(kind, FLOAT32, one, outs, to->x, at);
-            if (to->halves) put_rounded(kind, BFLOAT16, one, outs, to->halves, at);
-        }
+        for (int r = 0; r < count; r++)
+            put_activated(kind, run->step->activation, outs, up + r * MAX_WIDE, gate + r * MAX_WIDE,
+                          &run->wide, first + r, unit.panel * layer->gate.wide);
     }
 }
 
@@ -331,7 +314,8 @@ static Job chunks_of(const Step *step, Job job) {
 }
 
 /* Those whose units are taken one by one. */
-enum { BEFORE, QKV, PLACE, ATTEND, HEADS, TAKE, OUT, AFTER, GATED, DOWN, NUM_PHASES };
+enum { BEFORE, QKV, PLACE, ATTEND, HEADS, TAKE, OUT, AFTER, SCORE, CHOOSE, COPY, GATED, DOWN,
+       NUM_PHASES };
 
 static void norm_in_place(const Step *step, const RmsNorm *norm, float *row) {
     if (step->dtype == FLOAT32) norm_row(FLOAT32, FLOAT32, norm, step->width, row, row, 0);
@@ -528,6 +512,57 @@ static int64_t padded_rows(const Step *step) {
     return HAS_TILES ? (step->num_rows + TILE - 1) / TILE * TILE : step->num_rows;
 }
 
+/* What has rows that go to different experts in an MLP's place. */
+static void route_layer(Run *run, const Layer *layer, int number, const Inputs *own, int thread,
+                        int threads) {
+    const Step *step = run->step;
+    const Routing *routing = layer->routing;
+    const int rows = step->num_rows, width = step->width, phase = number * NUM_PHASES;
+    const int num = routing->num_experts, used = all_used(routing);
+    const int blocks = (num + SCORED - 1) / SCORED, groups = (rows + FEW_ROWS - 1) / FEW_ROWS;
+    Pairs *pairs = &run->pairs;
+    EACH_UNIT(i, phase + SCORE, groups * blocks) {
+        const int end = fewer(rows, (i / blocks + 1) * FEW_ROWS);
+        for (int64_t r = i / blocks * FEW_ROWS; r < end; r++) {
+            const Inputs row = rows_from(own, r);
+            score_row(step->dtype, routing, &row, width, i % blocks * SCORED, run->scores + r * num);
+        }
+    }
+    meet(&run->barrier, threads);
+    EACH_UNIT(r, phase + CHOOSE, rows) {
+        const Inputs row = rows_from(own, r);
+        choose(step->dtype, routing, &row, width, run->scores + (int64_t)r * num,
+               run->which + (int64_t)r * used, run->factors + (int64_t)r * used);
+    }
+    meet(&run->barrier, threads);
+    if (thread == 0) {
+        pairs->experts = routing->experts;
+        sort_pairs(pairs, run->which, run->factors);
+    }
+    meet(&run->barrier, threads);
+    EACH_UNIT(i, phase + COPY, (rows * used + FEW_ROWS - 1) / FEW_ROWS)
+        for (int64_t pair = i * FEW_ROWS; pair < fewer(rows * used, (i + 1) * FEW_ROWS); pair++) {
+            const Inputs from = rows_from(own, pairs->row[pair]), to = rows_from(&pairs->in, pair);
+            if (to.x) memcpy(to.x, from.x, width * sizeof *to.x);
+            if (to.halves) memcpy(to.halves, from.halves, width * sizeof *to.halves);
+        }
+    meet(&run->barrier, threads);
+    EACH_UNIT(i, phase + GATED, pairs->num_met * pairs->panels) put_expert(pairs, i);
+    meet(&run->barrier, threads);
+    float *sums = pairs->sums + (int64_t)thread * rows * MAX_WIDE;
+    EACH_UNIT(unit, phase + DOWN, num_sums(pairs)) {
+        const int outs = outs_of(pairs, unit);
+        add_experts(pairs, unit, sums);
+        for (int64_t r = 0; r < rows; r++) {
+            float *to = run->hidden + r * width + unit * MAX_WIDE;
+            const float *from = sums + r * MAX_WIDE;
+            for (int c = 0; c < outs; c++)
+                to[c] = rounded_one(step->dtype, to[c] + rounded_one(step->dtype, from[c]));
+        }
+    }
+    meet(&run->barrier, threads);
+}
+
 static void run_layers(Run *run, int thread, int threads) {
     const Step *step = run->step;
     Inputs own = run->own;
@@ -548,6 +583,10 @@ static void run_layers(Run *run, int thread, int threads) {
             add_product(run, &layer->o, &layer->of_attention, i, &attended);
         add_normed(run, &layer->of_attention, thread, threads);
         norm_all(run, &layer->after, &own, phase + AFTER, threads);
+        if (layer->routing) {
+            route_layer(run, layer, n, &own, thread, threads);
+            continue;
+        }
         EACH_PART(i, phase + GATED, &layer->gate) put_gated(run, layer, i, &own);
         meet(&run->barrier, threads);
         EACH_PART(i, phase + DOWN, &layer->down)
@@ -566,6 +605,9 @@ static int is_supported(const Step *step) {
         for (int i = 0; i < 8; i++)
             if (all[i]->weight && !is_known(step->dtype, all[i])) return 0;
         if (layer->gate.wide != layer->up.wide) return 0;
+        const Routing *routing = layer->routing;
+        if (routing && !are_experts_known(step->dtype, routing->experts, all_experts(routing)))
+            return 0;
     }
     return step->head_dim <= MAX_DIM && step->rope_dim % 2 == 0 && step->rope_dim <= step->head_dim;
 }
@@ -591,9 +633,26 @@ static int make_plans(const Step *step, Plan *owned, const Plan **plans) {
 static int is_quantised(const Layer *layer) {
     const Product *all[] = {&layer->q, &layer->k,    &layer->v,  &layer->z,
                             &layer->o, &layer->gate, &layer->up, &layer->down};
+    const Routing *routing = layer->routing;
     for (int i = 0; i < 8; i++)
         if (all[i]->bits) return 1;
-    return 0;
+    return routing && are_experts_quantised(routing->experts, all_experts(routing));
+}
+
+/* The first layer's that has one: all are of one size; or NULL. */
+static const Routing *routing_of(const Step *step) {
+    for (int n = 0; n < step->num_layers; n++)
+        if (step->layers[n].routing) return step->layers[n].routing;
+    return NULL;
+}
+
+static Pairs pairs_of(const Step *step, const Routing *routing) {
+    return (Pairs){.dtype = step->dtype,
+                   .activation = routing->activation,
+                   .num_experts = all_experts(routing),
+                   .num_used = all_used(routing),
+                   .num_rows = step->num_rows,
+                   .experts = routing->experts};
 }
 
 /* Everything a step needs beside the plans, or NULL. Of OWN_ROWS rows each thread has 256 bytes times
@@ -617,6 +676,9 @@ static void *make_room(const Step *step, Run *run) {
     const size_t number = is_wide ? 4 : 2, sets = run->is_shared ? 1 : threads;
     const size_t counters = (size_t)step->num_layers * NUM_PHASES;
     const size_t own_floats = only_halves ? own : rows * own;
+    const Routing *routing = routing_of(step);
+    const size_t chosen = routing ? rows * all_used(routing) : 0;
+    if (routing) run->pairs = pairs_of(step, routing);
     const size_t sizes[] = {
         is_wide ? 0 : rows * step->width * 4,
         rows * all * 4,
@@ -628,8 +690,13 @@ static void *make_room(const Step *step, Run *run) {
         (only_halves ? threads : sets) * own_floats * 4,
         halves ? sets * read * own * 2 : 0,
         counters * sizeof *run->next,
+        routing ? rows * routing->num_experts * sizeof *run->scores : 0,
+        chosen * sizeof *run->factors,
+        chosen * sizeof *run->which,
+        routing ? lay_pairs(&run->pairs, threads, !only_halves, NULL) : 0,
     };
-    enum { HIDDEN, INPUTS, WIDE, WIDE_HALVES, ADDED, QUERY, ATTENDED, OWN, OWN_HALVES, NEXT, NUM };
+    enum { HIDDEN, INPUTS, WIDE, WIDE_HALVES, ADDED, QUERY, ATTENDED, OWN, OWN_HALVES, NEXT, SCORES,
+           FACTORS, WHICH, PAIRS, NUM };
     size_t bytes = 64;
     for (int i = 0; i < NUM; i++) bytes += (sizes[i] + 63) / 64 * 64;
     char *room = aligned_alloc(64, bytes), *at = room;
@@ -648,6 +715,8 @@ static void *make_room(const Step *step, Run *run) {
     run->own = (Inputs){pieces[OWN], pieces[OWN_HALVES], only_halves ? 0 : (int64_t)own,
                         (int64_t)own};
     run->own_floats = run->is_shared && !only_halves ? 0 : (int64_t)own_floats;
+    run->scores = pieces[SCORES], run->factors = pieces[FACTORS], run->which = pieces[WHICH];
+    if (routing) lay_pairs(&run->pairs, threads, !only_halves, pieces[PAIRS]);
     run->next = pieces[NEXT];
     memset(run->next, 0, sizes[NEXT]);
     const int most = only_halves ? TILED_ROWS : SLICE_ROWS;
