@@ -19,20 +19,6 @@ from setuptools.errors import CompileError
 PACKAGE = "foveal_runtime.model.cpu.kernels"
 FOLDER = "src/foveal_runtime/model/cpu/kernels"
 SOURCES = ("decoder_layers", "paged_decode", "paged_prefill", "recurrent", "rows")
-HEADERS = (
-    "chunked_products",
-    "chunks",
-    "delta_rule",
-    "lanes",
-    "linear",
-    "mamba",
-    "paged",
-    "products",
-    "rows",
-    "short_convolution",
-    "tiled_products",
-    "tiles",
-)
 VARIANTS = (
     {
         "generic": ["-march=x86-64"],
@@ -93,7 +79,7 @@ setup(
         Extension(
             f"{PACKAGE}.{source}_{name}",
             sources=[f"{FOLDER}/{source}.c"],
-            depends=[f"{FOLDER}/{name}.h" for name in HEADERS],
+            depends=[str(path) for path in Path(FOLDER).glob("*.h")],
             extra_compile_args=flags,
             optional=os.environ.get("FOVEAL_REQUIRE_KERNELS") != "1",
         )

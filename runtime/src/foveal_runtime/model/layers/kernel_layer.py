@@ -175,9 +175,16 @@ class _Routed:
     @property
     def size(self) -> tuple[object, ...]:
         """What is the same in all layers of a model."""
-        one = self.experts[0]
-        sizes = (one.gate.ins, one.gate.outs, self.experts[-1].gate.outs, len(self.experts))
-        return (*sizes, self.routing.num_used, self.routing.activation, self.routing.shared is None)
+        ends = (self.experts[0].gate, self.experts[-1].gate)
+        sizes = [(product.ins, product.outs, product.wide) for product in ends]
+        routing = self.routing
+        return (
+            *sizes,
+            len(self.experts),
+            routing.num_used,
+            routing.activation,
+            routing.shared is None,
+        )
 
 
 def _used_by(router: Any) -> tuple[int, bool]:
