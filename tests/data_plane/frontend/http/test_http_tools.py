@@ -76,6 +76,26 @@ async def test_what_is_cut_off_before_its_name_is_no_text_of_a_required_call(
     assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events) == content
 
 
+@pytest.mark.parametrize(
+    ("end", "reason", "arguments"),
+    [('"le', "stop", '{"at": "le'), ("}}", "tool_calls", '{"at": "left"}')],
+)
+async def test_a_call_that_a_stop_token_cut_off_is_no_reason_to_call(
+    harness: Any, end: str, reason: str, arguments: str
+) -> None:
+    """The reason was "tool_calls", with arguments that are no JSON."""
+    harness.say[0] = CALLS.partition("\n")[0]
+    num_before, token = CALLS.index(end) + len(end) - 1, ord(end[-1])
+    options = {"tools": [LOOK], "stop_token_ids": [token], "min_tokens": num_before}
+    options["include_stop_str_in_output"] = True
+    (choice,) = (await harness.chat(**options)).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, token)
+    events = await harness.stream(**harness.body(**options))
+    assert events[-1]["choices"][0]["finish_reason"] == reason
+
+
 async def test_a_round_trip(harness: Any) -> None:
     call = {"id": "call_1", "type": "function",
             "function": {"name": "look", "arguments": '{"at": "left"}'}}  # fmt: skip

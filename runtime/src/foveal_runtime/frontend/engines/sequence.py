@@ -37,7 +37,8 @@ class Delta:
         finish_reason: "" while it goes on, then "stop", "length" or "tool_calls".
         stop_reason: the stop string or stop token id, when one of those ended it.
         reasoning, calls: what stands apart from `text`, before and behind it. Arguments of calls
-            come in pieces; "tool_calls" is the finish reason of an output that has any.
+            come in pieces; "tool_calls" is the finish reason of an output that has any, and all
+            of them whole.
         num_reasoning_tokens: of `num_tokens`.
         embedding: f32 bytes, of a prompt that is embedded.
     """
@@ -154,7 +155,7 @@ def _to_delta(output: EngineOutput, detokenizer: Detokenizer, include_stop: bool
     if stop is not None:
         delta.finish_reason, delta.stop_reason = "stop", stop
     elif output.finish:
-        has_calls = output.finish == "stop" and detokenizer.num_calls
+        has_calls = output.finish == "stop" and detokenizer.num_calls and not detokenizer.is_calling
         delta.finish_reason = "tool_calls" if has_calls else output.finish
         delta.stop_reason = output.stop_token
     return delta

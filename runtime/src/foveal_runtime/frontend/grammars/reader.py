@@ -121,6 +121,11 @@ class Reader:
         return self._state == self._read_thought
 
     @property
+    def is_calling(self) -> bool:
+        """Whether a call has begun whose arguments have not ended."""
+        return self._arguments is not None
+
+    @property
     def is_before_text(self) -> bool:
         """Whether what was pushed is none of the text: reasoning, and blanks behind it."""
         return self.is_reasoning or self._strips

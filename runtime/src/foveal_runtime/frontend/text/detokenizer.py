@@ -249,6 +249,11 @@ class Detokenizer:
     def num_calls(self) -> int:
         return 0 if self._reader is None else self._reader.num_calls
 
+    @property
+    def is_calling(self) -> bool:
+        """Whether the last call has not ended."""
+        return self._reader is not None and self._reader.is_calling
+
     def take(self) -> tuple[str, tuple[CallPiece, ...], int]:
         """Reasoning, calls and the number of reasoning tokens since the last time."""
         return ("", (), 0) if self._reader is None else self._reader.take()
