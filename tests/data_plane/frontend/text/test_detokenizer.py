@@ -172,6 +172,28 @@ def test_no_stop_string_ends_within_min_tokens(
     assert (said, stops[-1]) == (text, stop if found else None)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown", "found"),
+    [("a\n", "a\n", None), ("a\nb", "a\nb", None), ("a\n\n", "a", "\n\n")],
+)
+def test_a_stop_string_within_min_tokens_is_not_found_later(
+    text: str, shown: str, found: str | None
+) -> None:
+    """It waited, because a longer one begins with it, and ended the text with the next token."""
+    detokenizer = Detokenizer(byte_level(), stops=["\n", "\n\n"], min_tokens=2)
+    pieces = [detokenizer.push([byte]) for byte in text.encode()]
+    pieces += [] if pieces[-1].stop else [detokenizer.finish()]
+    assert "".join(piece.text for piece in pieces) == shown
+    assert pieces[-1].stop == found
+
+
+def test_blanks_beside_tools_are_not_found_once_all_tokens_are_within_min_tokens() -> None:
+    turn = TurnFormat(row=FORMATS["hermes"], schemas={"look": {"type": "object"}})
+    detokenizer = Detokenizer(byte_level(), stops=["\n"], min_tokens=2, turn=turn)
+    assert detokenizer.push(list(b"a\n")).stop is None
+    assert (detokenizer.finish().text, detokenizer.finish().stop) == ("\n", None)
+
+
 def test_stop_uses_only_the_tokens_it_needed() -> None:
     piece = Detokenizer(byte_level(), stops=["b"], include_stop=True).push(list(b"abcd"))
     assert (piece.text, piece.num_tokens) == ("ab", 2)

@@ -112,7 +112,7 @@ class StopMatcher:
         if not self._stops:
             return text, None
         buffer = self._held + text
-        found = None if passes else self._lookup(buffer)
+        found = None if passes else self._lookup(buffer, len(self._held))
         if found is not None:
             self._held = ""
             return buffer[: found[0]], found[1]
@@ -122,16 +122,18 @@ class StopMatcher:
 
     def completes(self, text: str) -> bool:
         """Whether `push` of this text would find a stop string."""
-        return bool(self._stops) and self._lookup(self._held + text) is not None
+        held = self._held
+        return bool(self._stops) and self._lookup(held + text, len(held)) is not None
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
 
-    def _lookup(self, buffer: str) -> tuple[int, str] | None:
+    def _lookup(self, buffer: str, num_held: int) -> tuple[int, str] | None:
+        """What ends within the held characters was passed over."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
-            start = buffer.find(stop)
+            start = buffer.find(stop, max(0, num_held - len(stop) + 1))
             if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
                 best = (start + len(stop), start, stop)
         return None if best is None else (best[1], best[2])
@@ -230,7 +232,7 @@ class Detokenizer:
         rest = self._decoder.flush()
         if self._reader is not None:
             rest = self._reader.push(rest, 0) + self._reader.finish()
-        text, stop = self._matcher.push(rest)
+        text, stop = self._matcher.push(rest, passes=self._num_tokens <= self._min_tokens)
         if stop is not None:
             text += stop if self._include_stop else ""
         else:
