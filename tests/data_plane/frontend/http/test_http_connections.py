@@ -142,6 +142,19 @@ async def test_a_refusal_that_ends_the_connection_is_read_after_the_body(
         assert await reader.read() == b""
 
 
+async def test_a_stream_to_an_http_1_0_client_has_no_chunks(start: Any) -> None:
+    """It got their sizes among its events: HTTP/1.0 has none, a stream ends with the connection."""
+    async with start(http=guarded(Admission())) as harness, connected(harness) as (reader, writer):
+        body = json.dumps(harness.body("hi", stream=True)).encode()
+        writer.write((head(len(body)) + body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        fields, _, text = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in fields
+        assert b"connection: close" in fields
+        *events, last = text.removesuffix(b"\n\n").split(b"\n\n")
+        assert last == b"data: [DONE]"
+        assert all(json.loads(event.removeprefix(b"data: "))["choices"] for event in events)
+
+
 async def write_for_ever(writer: asyncio.StreamWriter, data: bytes) -> None:
     while True:
         writer.write(data)

@@ -20,7 +20,7 @@ from typing import Any
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from foveal_runtime.frontend.http.app import HttpApp
 from foveal_runtime.frontend.http.asgi.listeners import BACKLOG
@@ -264,6 +264,8 @@ class GuardedProtocol(HttpToolsProtocol):  # type: ignore[misc]
             self._in_body = True
             super().on_headers_complete()
             self.cycle.transport = _Lingering(self)
+            if self.scope["http_version"] == "1.0":
+                self.cycle.__class__ = _UnchunkedCycle
 
     def on_message_complete(self) -> None:
         if self.plain_head:
@@ -343,6 +345,24 @@ class _Lingering:
         self.write = protocol.transport.write
         self.is_closing = protocol.transport.is_closing
         self.close = protocol.close_after_body
+
+
+class _UnchunkedCycle(RequestResponseCycle):  # type: ignore[misc]
+    """The answer to an HTTP/1.0 client, which would read the sizes of chunks as content: without a
+    length, it ends where the connection does."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(
+                name.lower() == b"content-length" for name, _ in message["headers"]
+            )
+            if not self._has_length:
+                self.chunked_encoding = False
+        elif not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 def guarded(limits: Admission, **seconds: float) -> functools.partial[GuardedProtocol]:
