@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from foveal_runtime.frontend.protocol.responses import ErrorResponse
 from foveal_runtime.plan.errors import (
     EngineFailure,
+    MediaConflict,
     MediaForbidden,
     NoEngine,
     Overloaded,
@@ -240,6 +243,19 @@ async def test_engine_errors_have_their_status(harness: Any, error: Any, status:
         assert found["code"] == error.code
         if status == 503:
             assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_clients_do_not_send_again_what_conflicts(harness: Any) -> None:
+    """They take each 409 for one that may pass: the media went up three times."""
+    harness.generator.error = MediaConflict("the uuid was bound to other content before")
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "messages": [USER]}
+    async with openai.AsyncOpenAI(base_url=f"{harness.url}/v1", api_key="none") as one:
+        with pytest.raises(openai.ConflictError):
+            await one.chat.completions.create(**options)
+    async with anthropic.AsyncAnthropic(base_url=harness.url, api_key="none") as other:
+        with pytest.raises(anthropic.ConflictError):
+            await other.messages.create(**options)
+    assert len(harness.generator.requests) == 2
 
 
 async def test_error_in_the_middle_of_a_stream(harness: Any) -> None:

@@ -86,6 +86,8 @@ def error_response(scope: Scope, error: FovealError) -> Response:
         headers["retry-after"] = str(max(1, error.retry_after_seconds))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if error.status == 409:  # which clients of OpenAI and Anthropic send again, media and all
+        headers["x-should-retry"] = "false"
     return failure(scope, error_body(error), error.status, headers)
 
 
