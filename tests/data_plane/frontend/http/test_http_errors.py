@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,20 @@ async def test_broken_bodies(harness: Any, content: bytes, message: str) -> None
         "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
     )
     assert message.lower() in check_shape(response, 400)["message"].lower()
+
+
+async def test_a_compressed_body_is_refused_by_its_header(harness: Any) -> None:
+    """It was told to be no JSON, from its first byte on."""
+    body = gzip.compress(json.dumps(harness.body()).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
+        answer = await harness.http.post(path, content=body, headers=headers)
+        assert answer.status_code == 400
+        assert "Content-Encoding is 'gzip'" in answer.json()["error"]["message"]
+    answer = await harness.http.post(
+        "/v1/chat/completions", json=harness.body(), headers={"content-encoding": "identity"}
+    )
+    assert answer.status_code == 200
 
 
 async def test_paths_and_methods(harness: Any) -> None:

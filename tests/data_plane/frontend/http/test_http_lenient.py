@@ -39,6 +39,19 @@ async def test_history_of_another_server_is_taken(harness: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("more", ["", "x" * 5000, "x" * (1 << 20)])
+async def test_a_byte_order_mark_is_passed_over(harness: Any, more: str) -> None:
+    """Clients of .NET and PowerShell write one; of each way in which bodies are read."""
+    part = {"type": "image_url", "image_url": {"url": PIXEL + more}}
+    body = harness.body([part, {"type": "text", "text": "hi"}])
+    response = await harness.http.post(
+        "/v1/chat/completions",
+        content=b"\xef\xbb\xbf" + json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code == 200, response.text
+
+
 async def test_empty_address_beside_a_uuid(harness: Any) -> None:
     harness.processor.known_uuids.add("u")
     part = {"type": "image_url", "image_url": {}, "uuid": "u"}

@@ -37,6 +37,8 @@ MAX_QUOTES = 300_000
 MAX_WIDE_CHARS = 16_000_000
 """Of a long text that is not ASCII, which is put together in one piece."""
 
+_MARK = b"\xef\xbb\xbf"
+"""Of UTF-8, with which some clients begin; RFC 8259 lets parsers pass over it."""
 _STEP_BYTES = 8192
 _PIECE_BYTES = 2 << 20
 _COUNTED_BYTES = 1 << 17
@@ -62,6 +64,8 @@ class _Span(NamedTuple):
 def decode_json(body: bytes | bytearray) -> Any:
     """Raises InvalidRequest: for what is no JSON, and for a body of which too much would have to be
     parsed in one piece."""
+    if body.startswith(_MARK):
+        body = body[len(_MARK) :]
     if len(body) <= WHOLE_BYTES and (_is_mostly_media(body) or not _exceeded(body)):
         return _parse(body, [])
     spans = _long_texts(body)

@@ -36,6 +36,7 @@ from foveal_runtime.plan.config import Admission
 from foveal_runtime.plan.errors import (
     AuthenticationFailed,
     FovealError,
+    InvalidRequest,
     MediaTooLarge,
     UploadTooSlow,
 )
@@ -294,6 +295,7 @@ class Intake:
             await self._app(scope, receive, send)
             return
         declared = self._declared(scope)
+        check_coding(header(scope, b"content-encoding") or b"")
         ticket: Ticket | None = None
         try:
             if scope["path"] in ADMITTED and scope["method"] == "POST":
@@ -312,6 +314,15 @@ class Intake:
         size = int(text) if text.isdigit() and len(text) < 20 else 0
         check_size(size, self._gate.limits)
         return size
+
+
+def check_coding(coding: bytes) -> None:
+    """No body is decompressed: a small one could become any size."""
+    if coding.strip().lower() not in (b"", b"identity"):
+        raise InvalidRequest(
+            f"the header Content-Encoding is {coding[:100].decode('latin-1')!r}; send the body "
+            "without compression"
+        )
 
 
 def check_size(size: int, limits: Admission) -> None:
