@@ -95,6 +95,15 @@ IMAGE = {"type": "input_image", "image_url": "ftp://example.org/x.png"}
         ({"instructions": BAD}, "instructions"),
         ({"input": [SAID, {"role": "user", "content": BAD}]}, "input[1].content"),
         ({"input": [SAID, {"role": "user", "content": [IMAGE]}]}, "input[1].content[0]"),
+        (
+            {
+                "input": [
+                    SAID,
+                    {"role": "user", "content": [{"type": "input_image", "file_id": "f"}]},
+                ]
+            },
+            "input[1].content[0].image_url",
+        ),
         ({"input": [SAID, {"type": "reasoning", "summary": [{"text": BAD}]}, CALL]}, "input[1]"),
         (
             {"input": [SAID, CALL, {**CALL, "call_id": "c2", "arguments": BAD}]},

@@ -29,7 +29,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "a b", "content": "x"}]}, "messages[0].role", "pattern"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-     "messages[0].content[0].image_url", "nor uuid"),
+     "messages[0].content[0].image_url", "[0].image_url is missing, and so is the uuid"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]},
      "messages[0].content[0].image_url.url", "string"),
     ({"messages": [{"role": "user", "content": [{"type": "smell", "smell": {}}]}]},

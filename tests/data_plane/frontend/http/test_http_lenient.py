@@ -52,9 +52,10 @@ async def test_a_byte_order_mark_is_passed_over(harness: Any, more: str) -> None
     assert response.status_code == 200, response.text
 
 
-async def test_empty_address_beside_a_uuid(harness: Any) -> None:
+@pytest.mark.parametrize("address", [None, {}, "", {"url": ""}])
+async def test_empty_address_beside_a_uuid(harness: Any, address: Any) -> None:
     harness.processor.known_uuids.add("u")
-    part = {"type": "image_url", "image_url": {}, "uuid": "u"}
+    part = {"type": "image_url", "image_url": address, "uuid": "u"}
     assert (await harness.chat([part])).status_code == 200
 
 
@@ -68,6 +69,17 @@ async def test_calls_of_a_history_reach_a_template_without_tools_as_text(harness
     response = await harness.http.post("/v1/chat/completions", json={"messages": messages})
     assert response.status_code == 200, response.text
     assert '<|assistant|>{"name": "f", "arguments": {"a": 1}}<|end|><|user|>r' in harness.prompt
+
+
+@pytest.mark.parametrize("arguments", [{"arguments": None}, {"arguments": ""}, {}])
+async def test_calls_without_arguments_are_taken(harness: Any, arguments: dict[str, Any]) -> None:
+    """Other servers write null for a function that takes none."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", **arguments}}
+    body = harness.body()
+    body["messages"].append({"role": "assistant", "content": None, "tool_calls": [call]})
+    response = await harness.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert '<|assistant|>{"name": "f", "arguments": {}}' in harness.prompt
 
 
 async def test_a_role_of_the_template_is_taken_and_another_is_named(harness: Any) -> None:

@@ -298,6 +298,13 @@ async def test_a_source_that_is_off_is_named_as_its_option(url, fix):
     assert fix in caught.value.message
 
 
+@pytest.mark.parametrize("url", ["iVBORw0KGgo=", "iVBO" * 4000, "/tmp/x.png"])
+async def test_what_is_no_url_is_told_what_one_begins_with(url):
+    """Bare base64 was a URL that is too long, or one of the scheme 'ivborw0kggo='."""
+    with pytest.raises(MediaInvalid, match="base64 needs data:<type>;base64, before it"):
+        await Fetcher(MediaSources()).fetch(url, max_bytes=10)
+
+
 @pytest.mark.parametrize("host", ["adac.de", "cafe.bad", "1.fm", "x.de.", "käse.de"])
 async def test_hosts_made_of_hex_letters_are_names(host):
     """adac.de was refused: each of its letters may stand in a number."""

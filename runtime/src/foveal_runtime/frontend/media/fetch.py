@@ -104,6 +104,11 @@ class Fetcher:
         joined fetch would tell by its time that somebody else wants the URL. Raises MediaForbidden,
         MediaTooLarge, MediaInvalid (no such scheme) or MediaFetchFailed.
         """
+        if ":" not in url:
+            raise MediaInvalid(
+                "media URL has no scheme; base64 needs data:<type>;base64, before it, and other "
+                "URLs begin with https: or http:"
+            )
         if len(url) > _MAX_URL_LENGTH:
             raise MediaInvalid(f"URL has {len(url)} characters, the limit is {_MAX_URL_LENGTH}")
         scheme = url.partition(":")[0].lower()

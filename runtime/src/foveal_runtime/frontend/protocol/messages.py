@@ -153,7 +153,7 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(check_plain)]
 
 class CalledFunction(Lenient):
     name: str = Field(max_length=256)
-    arguments: Text | Arguments = Field("", description="JSON text")
+    arguments: Text | Arguments | None = Field(None, description="JSON text; none: {}")
 
 
 class ToolCall(Lenient):

@@ -218,7 +218,7 @@ class ChatTemplate:
         plain = []
         for index, call in enumerate(calls):
             function = call.function
-            arguments: Any = function.arguments
+            arguments: Any = function.arguments or {}
             if isinstance(arguments, str):
                 self._check_text(arguments, f"{path}[{index}].function.arguments")
                 try:

@@ -87,12 +87,15 @@ def media_part(part: MediaContent, path: str) -> MediaPart:
         modality, field_name = "audio", "input_audio"
         audio = part.input_audio
         url = f"data:audio/{audio.format};base64,{audio.data}" if audio is not None else None
-    if url is None and part.uuid is None:
+    if not url and part.uuid is None:
         raise InvalidRequest(
-            f"{path} has neither {field_name} nor uuid", param=f"{path}.{field_name}"
+            f"{path}.{field_name} is missing, and so is the uuid of a medium that was sent before",
+            param=f"{path}.{field_name}",
         )
     is_embeds = isinstance(part, ImageEmbedsPart)
-    return MediaPart(modality=modality, url=url, uuid=part.uuid, path=path, is_embeds=is_embeds)
+    return MediaPart(
+        modality=modality, url=url or None, uuid=part.uuid, path=path, is_embeds=is_embeds
+    )
 
 
 def join_messages(
