@@ -83,9 +83,10 @@ async def test_more_tokens_than_the_context_are_cut_to_it(harness: Any) -> None:
 
 
 async def test_reasons_to_stop(harness: Any) -> None:
-    answer = (await harness.http.post(PATH, json=body(stop_sequences=[", "]))).json()
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", ", ")
-    assert answer["content"][0]["text"] == "Hello"
+    for stop in ({"stop_sequences": [", "]}, {"stop": ", "}):  # as in chat: it did nothing
+        answer = (await harness.http.post(PATH, json=body(**stop))).json()
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", ", ")
+        assert answer["content"][0]["text"] == "Hello"
     answer = (await harness.http.post(PATH, json=body(max_tokens=3))).json()
     assert answer["stop_reason"] == "max_tokens"
 

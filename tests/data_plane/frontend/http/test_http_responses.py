@@ -64,9 +64,10 @@ async def test_answers_are_those_of_the_published_types(harness: Any, limit: int
 
 
 async def test_a_cut_answer_is_incomplete(harness: Any) -> None:
-    answer = (await harness.http.post(PATH, json=body(max_output_tokens=3))).json()
-    assert answer["status"] == "incomplete"
-    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    for name in ("max_output_tokens", "max_completion_tokens"):  # as in chat: it did nothing
+        answer = (await harness.http.post(PATH, json=body(**{name: 3}))).json()
+        assert answer["status"] == "incomplete"
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
     assert (await events_of(harness, max_output_tokens=3))[-1]["type"] == "response.incomplete"
 
 

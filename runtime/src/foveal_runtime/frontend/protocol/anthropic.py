@@ -217,7 +217,6 @@ _MEANINGLESS = frozenset(
 )
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _RENAMED = {
-    "stop": "stop_sequences",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "tool_choice.function": "tool_choice",
@@ -244,7 +243,8 @@ def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
     last = messages[-1]
     if last["role"] == "assistant" and "tool_calls" not in last:
         fields["continue_final_message"] = True
-    fields["stop"] = getattr(request, "stop_sequences", None) or None
+    if stops := getattr(request, "stop_sequences", None):
+        fields["stop"] = stops
     if request.thinking is not None:
         thinks = {"enable_thinking": request.thinking.type != "disabled"}
         given = fields.get("chat_template_kwargs") or {}

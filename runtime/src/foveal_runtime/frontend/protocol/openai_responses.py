@@ -212,7 +212,8 @@ def response_fields(request: ResponsesRequest) -> dict[str, Any]:
         fields["logprobs"] = True
     # The last event of a stream has all log probabilities: they are held and charged until then.
     fields["stream"] = request.stream and not fields.get("logprobs")
-    fields["max_completion_tokens"] = request.max_output_tokens
+    if request.max_output_tokens is not None:
+        fields["max_completion_tokens"] = request.max_output_tokens
     fields["messages"] = _messages(request)
     given = request.text.format if request.text is not None else None
     if given is not None:
