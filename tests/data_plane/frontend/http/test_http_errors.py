@@ -138,6 +138,7 @@ BAD_TEXT: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
     ({"prompt": "see <image>"}, "prompt", "placeholder of image"),
     ({"prompt": "a" * 5000}, "prompt", "5000 tokens"),
+    ({"prompt": "a" * 100_000}, "prompt", "100000 characters"),
     ({"prompt": "a", "use_beam_search": True}, "use_beam_search", "not supported"),
 ]
 
@@ -147,6 +148,14 @@ async def test_bad_text_requests(harness: Any) -> None:
         error = check_shape(await harness.http.post("/v1/completions", json=change), 400)
         assert error["param"].startswith(param), (str(change)[:80], error)
         assert fragment in error["message"], (str(change)[:80], error)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/tokenize", "prompt"), ("/v1/embeddings", "input")])
+async def test_a_text_that_is_too_long_is_named(start: Any, path: str, field: str) -> None:
+    async with start(task="both") as harness:
+        answer = await harness.http.post(path, json={field: "a" * 200_000})
+        error = check_shape(answer, 400)
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
 
 
 async def test_accepted_and_meaningless(harness: Any) -> None:

@@ -115,9 +115,12 @@ def prompt_ids(
     be cut to the model's context. `most`: see `TextTokenizer.encode`."""
     tokenizer, limit = service.tokenizer, service.longest_text(truncates=truncates)
     if isinstance(prompt, str):
-        return tokenizer.encode(
-            prompt, add_special_tokens=add_special_tokens, limit=limit, most=most
-        )
+        try:
+            return tokenizer.encode(
+                prompt, add_special_tokens=add_special_tokens, limit=limit, most=most
+            )
+        except ContextLengthExceeded as error:
+            raise error.about(param, error.message) from None
     if len(prompt) > limit:
         raise ContextLengthExceeded(
             f"the prompt is too long: {param} has {len(prompt)} tokens, of which at most {limit} "

@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 
 from foveal_runtime.frontend.http.asgi.replies import until_disconnect
 from foveal_runtime.frontend.http.chat import template_variables
+from foveal_runtime.frontend.http.completions import prompt_ids
 from foveal_runtime.frontend.http.service import RequestScope, Service, pages_of, scope_of
 from foveal_runtime.frontend.items.prepared import MediaPart, PreparedRequest
 from foveal_runtime.frontend.items.source import Page
@@ -122,7 +123,7 @@ def _tokenize(
         variables = template_variables(body, service.template)
     elif body.prompt is not None:
         special = body.add_special_tokens is not False
-        ids = service.tokenizer.encode(body.prompt, add_special_tokens=special, limit=limit)
+        ids = prompt_ids(service, body.prompt, add_special_tokens=special, truncates=True)
         return ids, []
     else:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
