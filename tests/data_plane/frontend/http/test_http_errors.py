@@ -34,6 +34,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
      "messages[0].content[0].image_url.url", "string"),
     ({"messages": [{"role": "user", "content": [{"type": "smell", "smell": {}}]}]},
      "messages[0].content[0]", "smell"),
+    ({"messages": [{"role": "user", "content": [{"text": "hi"}]}]},
+     "messages[0].content[0]", "the field 'type' is missing"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a <image> b"}]}]},
      "messages[0].content[0].text", "<image>"),
     ({"messages": [{"role": "user", "content": [

@@ -149,6 +149,8 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str]:
         types = (str(item["msg"]) for item in others if item["type"].endswith("_type"))
         names = (_OBJECT.sub("an object", one.removeprefix(_SHOULD)) for one in types)
         message = _SHOULD + " or ".join(dict.fromkeys(names))
+    elif best["type"] == "union_tag_not_found":
+        message = f"the field {best['ctx']['discriminator']} is missing, which says what it is"
     return path, message
 
 
