@@ -89,6 +89,15 @@ def test_a_damaged_body_is_refused_where_the_parser_refuses_it() -> None:
     assert num_same > 0.9 * num_refused, (num_same, num_refused)
 
 
+@pytest.mark.parametrize("before", ["", "x" * 40])
+def test_half_a_surrogate_pair_at_the_end_of_a_text_is_named(before: str) -> None:
+    """The body was "truncated": JavaScript cuts texts in a character and writes what is left."""
+    body = json.dumps({"a": [before + "\ud83d"]}).encode()
+    at = body.index(b"\\ud83d")
+    with pytest.raises(InvalidRequest, match=rf"half of a surrogate pair \(byte {at}\)"):
+        decode_json(body)
+
+
 def test_texts_in_places_that_get_lost_are_refused() -> None:
     long = b'"' + b"x" * 40 + b'"'
     for body in (b"{" + long + b":1}", b'{"a":' + long + b',"a":2}'):

@@ -47,8 +47,10 @@ _MAX_DATA_URLS = 64
 _ADDRESSES = ("image_url", "video_url", "audio_url")
 """Fields of a part that hold a URL, or an object with `url`."""
 _ESCAPE_BYTES = 12  # the longest: two surrogates
+_CUT_OFF = "Input data was truncated"
 _POSITION = re.compile(r"\(byte (\d+)\)$")
 _LOW_SURROGATE = re.compile(rb"\\u[dD][c-fC-F]")
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
 _TEXT = msgspec.json.Decoder(str)
 
 
@@ -151,7 +153,7 @@ def _parse(rest: bytes | bytearray, spans: Sequence[_Span]) -> Any:
     try:
         return msgspec.json.decode(rest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _invalid(error, partial(_place, spans)) from error
+        raise _invalid(error, partial(_place, spans), rest) from error
     except RecursionError:
         raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
 
@@ -200,9 +202,15 @@ def _count(rest: bytes | bytearray, chars: bytes) -> int:
     )
 
 
-def _invalid(error: Exception, place: Callable[[int], int]) -> InvalidRequest:
-    """`place` finds the byte of the body that the parser means."""
-    text = _POSITION.sub(lambda found: f"(byte {place(int(found[1]))})", str(error))
+def _invalid(
+    error: Exception, place: Callable[[int], int], read: bytes | bytearray
+) -> InvalidRequest:
+    """`place` finds the byte of the body that the parser means. It takes what was `read` for cut
+    off, where half of a surrogate pair is the end of a text: JavaScript cuts texts so."""
+    text = str(error)
+    if text == _CUT_OFF and (half := _HALF_PAIR.search(read)):
+        text = f"half of a surrogate pair (byte {half.start()})"
+    text = _POSITION.sub(lambda found: f"(byte {place(int(found[1]))})", text)
     return InvalidRequest(f"the body is not valid JSON: {text}")
 
 
@@ -236,7 +244,7 @@ def _long_texts(body: bytes | bytearray) -> list[_Span]:
             begin = start + masked.rfind(b'"') + 1
         start += len(step)
     if begin >= 0 and size - begin > MAX_REST_BYTES:
-        raise InvalidRequest("the body is not valid JSON: Input data was truncated")
+        raise InvalidRequest(f"the body is not valid JSON: {_CUT_OFF}")
     return spans
 
 
@@ -247,10 +255,11 @@ def _text(body: bytes | bytearray, span: _Span) -> str:
     wide: list[str] = []
     num_chars = 0
     for start, end in _pieces(body, span):
+        quoted = b"".join((b'"', body[start:end], b'"'))
         try:
-            piece = _TEXT.decode(b"".join((b'"', body[start:end], b'"')))
+            piece = _TEXT.decode(quoted)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _invalid(error, partial(operator.add, start - 1)) from error
+            raise _invalid(error, partial(operator.add, start - 1), quoted) from error
         num_chars += len(piece)
         if not wide and piece.isascii():
             text += piece
