@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from foveal_runtime.model.device import open_device
 from foveal_runtime.model.sampling.logit_rules import nucleus_by_histogram, nucleus_by_sort
 from foveal_runtime.model.sampling.logprobs import prompt_logprobs
 from foveal_runtime.model.sampling.sampler import Sampler, uniform
@@ -332,8 +333,22 @@ def test_a_bad_row_fails_its_request_alone() -> None:
     assert [s.request_id for s in out] == ["good"]
     assert set(failed) == {"nan", "bias", "masked"}
     assert "vocabulary has 8" in failed["bias"]
-    with pytest.raises(EngineFailure, match="nan: no token"):
+    assert "not finite" in failed["nan"]
+    assert "options leave no token" in failed["masked"]
+    with pytest.raises(EngineFailure, match="nan: the model's logits"):
         SAMPLER.sample(logits, sequences)
+
+
+def test_whose_options_leave_no_token_is_told_from_what_was_not_computed() -> None:
+    """Both were failures of the engine."""
+    logits, device = random_logits(3, 8, seed=6), open_device(torch.device("cpu"))
+    logits[:2] = torch.nan
+    every = options(min_tokens=5, stop_token_ids=tuple(range(8)))
+    given = {"nan": options(), "both": every, "masked": every}
+    draw = SAMPLER.launch(logits, [Sequence(p, request_id=n) for n, p in given.items()], device)
+    failed: dict[str, str] = {}
+    assert draw.finish(device.fetch(draw.tensors).wait(), failed) == []
+    assert (draw.impossible, failed.keys()) == (["masked"], given.keys())
 
 
 def test_nothing_to_sample() -> None:

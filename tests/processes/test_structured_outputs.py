@@ -99,6 +99,15 @@ def test_parse_helper_and_stream_helper(client, samples):
     assert text in ("red", "blue")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_options_that_leave_no_token_are_refused(client, samples, stream):
+    """It was the engine's failure, which clients send again and alerts count."""
+    with pytest.raises(openai.BadRequestError, match="options leave no token to choose"):
+        client.chat.completions.create(
+            **options(samples[0], stream=stream), extra_body={"allowed_token_ids": [5]}
+        )
+
+
 def with_tools(sample, **more) -> dict:
     return {
         "model": "tiny-vlm", "messages": to_request(sample, "tiny-vlm")["messages"],

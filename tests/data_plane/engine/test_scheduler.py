@@ -296,6 +296,21 @@ def test_a_failing_request_does_not_touch_the_others():
     drive.assert_done()
 
 
+def test_a_request_whose_options_leave_no_token_is_refused():
+    """It was the engine's failure, which clients send again and alerts count."""
+    drive = Drive()
+    drive.add("a", range(10))
+    drive.runner.failures["a"] = "no token is left"
+    plan = drive.scheduler.schedule()
+    result = drive.runner.execute(plan)
+    result.impossible = ["a"]
+    drive.scheduler.update(plan, result)
+    drive._collect()
+    drive.run()
+    assert drive.errors == {"a": ("invalid_request_error", "no token is left")}
+    drive.assert_done()
+
+
 def test_a_pass_that_cannot_progress_fails_the_blocker_and_never_spins():
     """An item that was rejected at the window's start once made an engine run empty passes for
     minutes. Here the room is stolen behind the scheduler's back, so nothing can ever be encoded."""

@@ -24,7 +24,7 @@ from foveal_runtime.engine.types.step import (
     StepPlan,
     StepResult,
 )
-from foveal_runtime.plan.errors import EngineFailure
+from foveal_runtime.plan.errors import EngineFailure, InvalidRequest
 from foveal_runtime.plan.media import MMHash
 from foveal_runtime.plan.sampling import SamplingParams
 from foveal_runtime.wire.messages import EngineOutput
@@ -290,10 +290,14 @@ class Scheduler(RequestTable):
         suspect: dict[MMHash, None] = {}
         for request_id, reason in result.failed.items():
             request = self.requests.get(request_id)
-            if request is not None:
-                for index in self.encoder.get_cached_input_ids(request):
-                    suspect[request.mm_inputs[index].mm_hash] = None
-                self.fail(request, EngineFailure(reason))
+            if request is None:
+                continue
+            if request_id in result.impossible:
+                self.fail(request, InvalidRequest(reason))
+                continue
+            for index in self.encoder.get_cached_input_ids(request):
+                suspect[request.mm_inputs[index].mm_hash] = None
+            self.fail(request, EngineFailure(reason))
         for mm_hash in lost:
             for user in self.encoder.users(mm_hash):
                 self.preempt(self.requests[user])

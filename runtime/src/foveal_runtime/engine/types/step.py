@@ -204,7 +204,8 @@ class StepResult(msgspec.Struct, array_like=True):
     request fails, e.g. an encoder returned another number of rows than promised).
     `failed_encodes` maps each key of the plan's `encode` that has no output to the reason: a
     scheduled request that needs it is in `failed` too, but the one it was encoded for may have
-    been preempted in the same pass."""
+    been preempted in the same pass. `impossible` are those of `failed` whose own options left no
+    token to choose."""
 
     step: int
     sampled: list[Sampled] = []
@@ -214,6 +215,7 @@ class StepResult(msgspec.Struct, array_like=True):
     forward_seconds: float = 0.0
     failed_encodes: dict[MMHash, str] = {}
     pooled: list[Pooled] = []
+    impossible: list[str] = []
 
 
 class RunningStep(Protocol):

@@ -126,6 +126,7 @@ class SubmittedStep:
             at += 1
         if self.draw is not None:
             result.sampled = self.draw.finish(arrays[at:], result.failed)
+            result.impossible = self.draw.impossible
             self._replace_pending(result)
         return result
 

@@ -29,6 +29,10 @@ from foveal_runtime.model.sampling.logprobs import ROWS_AT_ONCE, Scores
 from foveal_runtime.plan.errors import EngineFailure
 from foveal_runtime.plan.sampling import SamplingParams
 
+NO_TOKEN_LEFT = (
+    "the request's options leave no token to choose: allowed_token_ids, bad_words, min_tokens "
+    "and what binds the output to a form exclude all of them"
+)
 NEVER = -1
 """A guess that no draw equals."""
 _MASK = (1 << 64) - 1
@@ -74,13 +78,15 @@ class Draw:
     Attributes:
         ids: i64 (n) on the device, always inside the vocabulary; the next step may read them.
         tensors: what `finish` needs on the host.
+        impossible: of those that `finish` found to fail, whose own options are why.
     """
 
     def __init__(
         self,
         sequences: Sequence[SampledSequence],
         ids: torch.Tensor,
-        finite: torch.Tensor,
+        computed: torch.Tensor,
+        left: torch.Tensor,
         failures: dict[str, str],
         guesses: Sequence[int | None],
     ) -> None:
@@ -90,17 +96,19 @@ class Draw:
         self.request_ids = [s.request_id for s in sequences]
         self.scores = Scores()
         self.scored: list[tuple[int, int]] = []  # (row, number of top logprobs), as in `scores`
-        self._finite = finite
+        self._computed = computed
+        self._left = left
+        self.impossible: list[str] = []
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [self.ids, self._finite, *self.scores.tensors]
+        return [self.ids, self._computed, self._left, *self.scores.tensors]
 
     def finish(self, arrays: Sequence[np.ndarray], failed: dict[str, str]) -> list[Sampled]:
         """Results in order, from the arrays that became of `tensors`; see `Sampler.sample`."""
-        ids, finite = arrays[0].tolist(), arrays[1].tolist()
+        ids, computed, left = (array.tolist() for array in arrays[:3])
         results = [Sampled(r, i) for r, i in zip(self.request_ids, ids, strict=True)]
-        for (row, count), one in zip(self.scored, self.scores.read(arrays[2:]), strict=True):
+        for (row, count), one in zip(self.scored, self.scores.read(arrays[3:]), strict=True):
             result = results[row]
             result.logprob, result.rank = one.logprob, one.rank
             result.top_ids, result.top_logprobs = one.top_ids[:count], one.top_logprobs[:count]
@@ -109,12 +117,11 @@ class Draw:
             counts = guess is None or (counts and ids[row - 1] == guess)
             if counts:
                 counting.append(results[row])
-                if not finite[row]:
-                    self.failures.setdefault(
-                        self.request_ids[row],
-                        "no token can be sampled: the model's logits are not "
-                        "finite, or every token is masked",
-                    )
+                name = self.request_ids[row]
+                if not left[row] and name not in self.failures:
+                    why = NO_TOKEN_LEFT if computed[row] else "the model's logits are not finite"
+                    self.failures[name] = why
+                    self.impossible += [name] if computed[row] else []
         failed.update(self.failures)
         return [r for r in counting if r.request_id not in self.failures]
 
@@ -166,13 +173,15 @@ class Sampler:
         failures: dict[str, str] = {}
         adjusted = self._adjust(logits, sequences, counting, failures, device)
         best, ids = logits.max(dim=-1)
+        computed = torch.isfinite(best)
         for row, values in adjusted.items():
             best[row], ids[row] = values.max(dim=-1)
         # Rows without a finite maximum are drawn, too: who they are is known on the device only.
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature > 0]
         for low in range(0, len(drawn), ROWS_AT_ONCE):
             self._draw(logits, sequences, drawn[low : low + ROWS_AT_ONCE], adjusted, ids, device)
-        draw = Draw(sequences, ids, torch.isfinite(best), failures, counting)
+        left = torch.isfinite(best) if adjusted else computed
+        draw = Draw(sequences, ids, computed, left, failures, counting)
         self._score(logits, sequences, draw, device)
         return draw
 
