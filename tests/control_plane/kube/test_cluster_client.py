@@ -213,6 +213,19 @@ async def test_an_existing_object_is_no_error_for_create(server: Server, connect
     assert await connect().create(BODY) is None
 
 
+@pytest.mark.parametrize("call", ["create", "apply_new"])
+async def test_a_quota_that_many_write_to_is_no_existing_object(
+    server: Server, connect: Any, call: str
+) -> None:
+    """The API server says 409, too, when it cannot count an object: a key Secret that was not made
+    was taken for made."""
+    text = 'Operation cannot be fulfilled on resourcequotas "q": the object has been modified'
+    details = {"name": "q", "kind": "resourcequotas"}
+    server.answers = [(409, {"reason": "Conflict", "message": text, "details": details}, {})]
+    with pytest.raises(Transient, match="resourcequotas"):
+        await getattr(connect(), call)(BODY)
+
+
 async def test_a_missing_object_is_none(server: Server, connect: Any) -> None:
     server.answers = [(404, {}, {})]
     assert await connect().get(CONFIG_MAP, "n", "a") is None

@@ -46,7 +46,7 @@ class ApiError(Exception):
 
 class Transient(ApiError):
     """It may work later: 429, 5xx, no connection, time-out, a list whose next page has expired
-    (410). `retry_after` in seconds, or 0."""
+    (410), a quota that others write to at the same time. `retry_after` in seconds, or 0."""
 
     def __init__(self, message: str, status: int = 0, retry_after_seconds: float = 0.0) -> None:
         super().__init__(message, status)
@@ -89,7 +89,12 @@ def classify(status: int, body: Mapping[str, Any], retry_after: str = "") -> Api
         retry_after: the answer's Retry-After header.
     """
     message = str(body.get("message") or body.get("reason") or f"HTTP {status}")
-    if status == 409 or (status == 422 and _is_of_another_uid(body)):
+    details = body.get("details")
+    details = details if isinstance(details, Mapping) else {}
+    if status == 409 and details.get("kind") == "resourcequotas":
+        # Says nothing of the object, which could not be counted: as Conflict it would be there.
+        return Transient(message, status)
+    if status == 409 or (status == 422 and _is_of_another_uid(details)):
         return Conflict(message, status)
     if status == 404:
         return NotFound(message, status)
@@ -103,7 +108,7 @@ def classify(status: int, body: Mapping[str, Any], retry_after: str = "") -> Api
     if status == 500 and any(text in message for text in _TYPED_PATCH):
         return UserError(message, status)
     if status in (408, 410, 429) or status >= 500:
-        return Transient(message, status, _seconds(retry_after, body))
+        return Transient(message, status, _seconds(retry_after, details))
     reason = denial(message)
     if reason is not reasons.FAILED_CREATE:
         return Denied(message, status, reason)
@@ -118,17 +123,15 @@ def denial(message: str) -> Reason:
     return min(found, key=lambda one: one[0])[1] if found else reasons.FAILED_CREATE
 
 
-def _is_of_another_uid(body: Mapping[str, Any]) -> bool:
+def _is_of_another_uid(details: Mapping[str, Any]) -> bool:
     """An apply named a uid, and another object has the name now: a precondition in effect."""
-    details = body.get("details")
-    causes = (details.get("causes") if isinstance(details, Mapping) else None) or ()
+    causes = details.get("causes") or ()
     return any(cause.get("field") == "metadata.uid" for cause in causes)
 
 
-def _seconds(header: str, body: Mapping[str, Any]) -> float:
+def _seconds(header: str, details: Mapping[str, Any]) -> float:
     """How long the server asks to wait, at most five minutes."""
-    details = body.get("details")
-    given = header or (details.get("retryAfterSeconds") if isinstance(details, Mapping) else 0)
+    given = header or details.get("retryAfterSeconds")
     try:
         return max(0.0, min(300.0, float(given or 0)))
     except ValueError:
