@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from foveal_operator.kube.kinds import BY_NAME, DEPLOYMENT, INFERENCE, MANAGED_BY, POD, STATEFUL_SET
+from foveal_operator.kube.kinds import (
+    BY_NAME,
+    DEPLOYMENT,
+    INFERENCE,
+    INSTANCE,
+    MANAGED_BY,
+    POD,
+    STATEFUL_SET,
+)
 from foveal_operator.kube.types import Obj
 from tests.support.operator_rig import KEY, Kit, resource
 from tests.support.served_resource import served
@@ -148,3 +156,23 @@ async def test_pods_are_seen_without_it(kit: Kit) -> None:
     kit.cluster.edit(POD, "default", engine, fail)
     await kit.settle()
     assert kit.condition("EnginesReady")[0] == "False", "and what becomes of them is reported"
+
+
+@pytest.mark.parametrize("value", ["", "other"])
+@pytest.mark.parametrize("kind", ["Deployment", "Service", "ConfigMap"])
+async def test_the_label_that_names_the_resource_comes_back(
+    kit: Kit, kind: str, value: str
+) -> None:
+    """Only the resource that the label then named was looked at, if any."""
+    await served(kit)
+    name = "tiny-basis" if kind == "ConfigMap" else kit.cluster.names(kind)[0]
+
+    def change(body: Obj) -> None:
+        labels = body["metadata"]["labels"]
+        labels.pop(INSTANCE)
+        if value:
+            labels[INSTANCE] = value
+
+    kit.cluster.edit(BY_NAME[kind], "default", name, change)
+    await kit.settle()
+    assert kit.cluster.body(kind, name)["metadata"]["labels"][INSTANCE] == "tiny"

@@ -203,6 +203,11 @@ class Caches:
         entry = self._objects.get(kind.name, {}).get((namespace, name))
         return None if entry is None else (entry.uid, entry.version)
 
+    def owner(self, kind: Kind, namespace: str, name: str) -> NamespacedName | None:
+        """The resource that an object belongs to, as far as it is known."""
+        entry = self._objects.get(kind.name, {}).get((namespace, name))
+        return None if entry is None else entry.owner
+
     def owned(self, kind: Kind, owner: NamespacedName) -> list[Obj]:
         """Objects of a kind that belong to a resource, by name."""
         of_kind = self._objects.get(kind.name, {})

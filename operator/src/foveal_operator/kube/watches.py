@@ -165,13 +165,24 @@ class Watch:
         if change == "DELETED":
             at = (metadata.get("namespace", ""), metadata["name"], metadata["uid"])
             known = self._caches.drop(kind, *at, metadata.get("resourceVersion", ""))
-            changed = known is not None
-        else:
-            changed = self._caches.put(kind, body)
-            if change is None:
-                self._began_anew(kind)
-        if changed:
-            self._owner_changed(kind, body)
+            if known is not None:
+                self._owner_changed(kind, body)
+            return
+        self._take(kind, body)
+        if change is None:
+            self._began_anew(kind)
+
+    def _take(self, kind: Kind, body: Obj, listed_since: int = -1) -> bool:
+        """Whether it was news: then its resource is looked at, and the one that it was of before.
+        That one has to give the label back that names it."""
+        metadata = body["metadata"]
+        before = self._caches.owner(kind, metadata.get("namespace", ""), metadata["name"])
+        if not self._caches.put(kind, body, listed_since):
+            return False
+        self._owner_changed(kind, body)
+        if before is not None and before != owner_of(kind, body):
+            self._enqueue(before)
+        return True
 
     def _began_anew(self, kind: Kind) -> None:
         """The engine has listed: what was deleted before that list, no event will tell."""
@@ -225,9 +236,7 @@ class Watch:
             async for page in self._cluster.pages(kind, namespace, selector_of(kind)):
                 for body in page:
                     listed.add(body["metadata"]["uid"])
-                    if self._caches.put(kind, body, mark):
-                        self._owner_changed(kind, body)
-                        num_missed += 1
+                    num_missed += self._take(kind, body, mark)
         except NotFound as error:
             if kind is INFERENCE or not kind.optional:
                 text = f"the cluster does not serve {kind.plural} of {kind.api_version}"
