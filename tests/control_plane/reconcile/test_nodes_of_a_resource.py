@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from foveal_operator.api.workloads import Accelerator, Engine
-from foveal_operator.kube.kinds import INFERENCE
+from foveal_operator.kube.kinds import INFERENCE, NODE
 from foveal_operator.kube.types import Obj
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.manifests.pods import REVISION_LABEL
@@ -34,6 +34,8 @@ NO_SELECTOR = (
 STARTS = (
     "0/1 nodes are available: 1 node(s) had untolerated taint {node.kubernetes.io/not-ready: }."
 )
+STARTS_UNNAMED = "0/1 nodes are available: 1 node(s) had untolerated taint(s)."
+"""As schedulers say it that do not name the taint."""
 FULL = "0/3 nodes are available: 1 Insufficient nvidia.com/gpu, 2 node(s) had untolerated taint(s)."
 
 
@@ -48,6 +50,13 @@ def node(name: str, gpus: int = 0, memory: str = "64Gi", mib: int = 0, **labels:
         "spec": {},
         "status": {"allocatable": allocatable},
     }
+
+
+def control_plane() -> Obj:
+    body = node("control-plane")
+    taint = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
+    body["spec"]["taints"] = [taint]
+    return body
 
 
 def pod(name: str, gpus: int, on: str = "", namespace: str = "default") -> Obj:
@@ -100,23 +109,33 @@ def test_a_taint_keeps_out_who_does_not_tolerate_it() -> None:
     assert could_take({"tolerations": [{"operator": "Exists"}]}, tainted)
 
 
-@pytest.mark.parametrize("key", ["not-ready", "unschedulable", "disk-pressure"])
+PASSING = [
+    "node.kubernetes.io/not-ready", "node.kubernetes.io/unschedulable",
+    "node.kubernetes.io/disk-pressure", "node.cilium.io/agent-not-ready",
+    "ebs.csi.aws.com/agent-not-ready", "karpenter.sh/disrupted", "karpenter.sh/unregistered",
+    "readiness.k8s.io/network", "ToBeDeletedByClusterAutoscaler",
+    "startup-taint.cluster-autoscaler.kubernetes.io/cache",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", PASSING)
 async def test_a_node_that_starts_or_is_cordoned_counts_for_what_it_has(key: str) -> None:
     """Facts recorded without it stayed wrong; nothing is free on it meanwhile."""
     cluster, busy = FakeCluster(), node("a", 4, "512Gi", 81_920)
     busy["spec"] = {
         "unschedulable": True,
-        "taints": [{"key": f"node.kubernetes.io/{key}", "effect": "NoSchedule"}],
+        "taints": [{"key": key, "effect": "NoSchedule"}],
     }
     cluster.add(busy)
     inventory = Inventory(cluster, FakeTime().clock)
     await inventory.refresh()
     assert inventory.node_facts(Engine()) == NodeFacts(node_bytes=512 << 30, device_bytes=80 << 30)
     assert await inventory.free_devices(Engine(), 1) == 0
-    waiting = unschedulable(pod("e", 1), STARTS)
-    assert await inventory.awaiting(Engine(), [waiting], []) == set(), (
-        "one that is meant for it is there"
-    )
+    for text in (STARTS.replace("node.kubernetes.io/not-ready", key), STARTS_UNNAMED):
+        waiting = unschedulable(pod("e", 1), text)
+        assert await inventory.awaiting(Engine(), [waiting], []) == set(), (
+            "one that is meant for it is there"
+        )
 
 
 MALFORMED = [
@@ -323,6 +342,18 @@ async def test_a_node_that_came_since_the_last_list_is_there() -> None:
     assert await inventory.awaiting(Engine(), [waiting], []) == set()
 
 
+async def test_a_node_that_has_gone_since_the_last_list_is_there_no_more() -> None:
+    cluster, time = FakeCluster(), FakeTime()
+    cluster.add(control_plane())
+    cluster.add(node("gpu", 4))
+    inventory = Inventory(cluster, time.clock)
+    await inventory.refresh()
+    cluster.remove(NODE, "", "gpu")
+    await time.pass_(16)
+    waiting = unschedulable(pod("e", 1), STARTS_UNNAMED)
+    assert await inventory.awaiting(Engine(), [waiting], []) == {"e"}
+
+
 # --- a pool without nodes ------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "none"),
@@ -422,7 +453,7 @@ def test_with_a_good_revision_the_deadline_waits_for_no_node(auto_rollback: bool
 
 async def test_a_pool_without_nodes_is_told_and_goes_on_by_itself() -> None:
     kit = Kit()
-    kit.cluster.add(node("control-plane"))
+    kit.cluster.add(control_plane())
     await served(kit)
     add_pod(kit.cluster, "frontend")
     engine = add_pod(kit.cluster, "engine", ready=False)

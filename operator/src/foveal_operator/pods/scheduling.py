@@ -7,14 +7,21 @@ from collections.abc import Iterable, Mapping
 
 from foveal_operator.kube.types import Obj, allocatable, condition
 
+_STATE = (
+    r"(?:node\.(?:cloudprovider\.)?kubernetes\.io/|readiness\.k8s\.io/|karpenter\.sh/"
+    r"|(?:startup|status|ignore)-taint\.cluster-autoscaler\.kubernetes\.io/"
+    r"|ToBeDeletedByClusterAutoscaler\b|[^ /:]+/agent-not-ready\b)"
+)
+"""Taints for a node that starts, is cordoned, is about to go or is not well: they pass, and say
+nothing of whom the node is meant for. `agent-not-ready` is what network and storage drivers use
+(node.cilium.io, ebs.csi.aws.com)."""
 _TOTAL = re.compile(r"0/(\d+) nodes are available: (.*?)(?:preemption:|$)", re.DOTALL)
 _EXCLUDED = re.compile(
     r"(\d+) node\(s\) (?:didn't match Pod's node affinity/selector|didn't match node selector"
-    r"|had untolerated taint(?! \{node\.(?:cloudprovider\.)?kubernetes\.io/))"
+    rf"|had untolerated taint \{{(?!{_STATE}))"
 )
-_STATES = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
-"""Prefixes of taints for a node that starts, is cordoned or is not well: they pass, and say nothing
-of whom the node is meant for."""
+_TAINTED = re.compile(r"(\d+) node\(s\) had untolerated taint\(s\)")
+"""By which, newer schedulers do not say."""
 
 
 def could_take(pod_spec: Obj, node: Obj) -> bool:
@@ -35,20 +42,27 @@ def could_take(pod_spec: Obj, node: Obj) -> bool:
     tolerations = _maps(pod_spec, "tolerations")
     return all(
         taint.get("effect") == "PreferNoSchedule"
-        or str(taint.get("key") or "").startswith(_STATES)
+        or re.match(_STATE, str(taint.get("key") or ""))
         or any(_tolerates(one, taint) for one in tolerations)
         for taint in _maps(node.get("spec", {}), "taints")
     )
 
 
-def has_no_node(message: str) -> bool:
-    """Whether the scheduler says that no node is meant for the pod: not that those are full."""
+def has_no_node(message: str, *, taints_are_known: bool = False) -> bool:
+    """Whether the scheduler says that no node is meant for the pod: not that those are full.
+
+    Args:
+        taints_are_known: the caller has looked which taints of the nodes last.
+    """
     if "no nodes available to schedule pods" in message:
         return True
     found = _TOTAL.search(message)
     if found is None:
         return False
-    return sum(int(n) for n in _EXCLUDED.findall(found[2])) >= int(found[1])
+    excluded = _EXCLUDED.findall(found[2])
+    if not taints_are_known:
+        excluded += _TAINTED.findall(found[2])
+    return sum(map(int, excluded)) >= int(found[1])
 
 
 def unschedulable_text(pod: Obj) -> str | None:
@@ -76,7 +90,7 @@ def awaiting_nodes(
             and all(allocatable(node, name) >= least for name, least in resources.items())
             for node in known
         )
-        if none_fits or has_no_node(text):
+        if none_fits or has_no_node(text, taints_are_known=bool(known)):
             found.add(str(pod["metadata"]["name"]))
     return frozenset(found)
 

@@ -150,7 +150,9 @@ class Inventory:
         name = engine.accelerator.extended_resource
         needs = {name: engine.num_devices} if name else {}
         found = self._awaiting(engines, others, needs)
-        if found and self._clock.monotonic() - self._nodes_at >= NODES_SECONDS:
+        # A node that is known may have gone since: the scheduler's words tell of that.
+        is_doubted = found or awaiting_nodes([*engines, *others], (), {})
+        if is_doubted and self._clock.monotonic() - self._nodes_at >= NODES_SECONDS:
             await self._list_nodes()
             found = self._awaiting(engines, others, needs)
         return found
