@@ -357,6 +357,16 @@ def test_wrong_flags_are_refused_by_name(flags: list[str]) -> None:
     assert flags[0].lstrip("-").split("-")[0] in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("LEADER_ELECT", "True"), ("LOG_LEVEL", "debug"), ("LOG_FORMAT", "yaml")]
+)
+def test_the_environment_has_the_flags_choices(name: str, value: str) -> None:
+    """LEADER_ELECT=True was no "true": replicas wrote side by side without a Lease."""
+    flag = name.lower().replace("_", "-")
+    with pytest.raises(UsageError, match=f"^--{flag} '{value}': write one of "):
+        read([], {f"FOVEAL_OPERATOR_{name}": value})
+
+
 def test_rules_and_dashboards_are_read(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text("groups: [{name: foveal, rules: []}]")
     (tmp_path / "board.json").write_text('{"title": "Foveal"}')

@@ -119,7 +119,13 @@ def parser(environment: Mapping[str, str] = {}) -> argparse.ArgumentParser:
 def read(argv: list[str] | None, environment: Mapping[str, str] | None = None) -> Options:
     """Raises UsageError; argparse itself ends the process on unknown flags."""
     environment = os.environ if environment is None else environment
-    found = parser(environment).parse_args(argv)
+    flags = parser(environment)
+    found = flags.parse_args(argv)
+    for action in flags._actions:  # argparse takes any default, such as the environment's
+        value = getattr(found, action.dest, "")
+        if action.choices and value not in action.choices:
+            name = action.option_strings[0]
+            raise UsageError(f"{name} {value!r}: write one of {', '.join(action.choices)}")
     namespaces = tuple(dict.fromkeys(n.strip() for n in found.namespaces.split(",") if n.strip()))
     if len(namespaces) > MAX_NAMESPACES:
         raise UsageError(
