@@ -142,6 +142,20 @@ async def test_a_slow_start_of_the_work_does_not_cost_the_lease(time: FakeTime) 
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_leader_that_cannot_work_does_not_go_on_leading(time: FakeTime) -> None:
+    """It renewed its lease for ever, nobody worked, and no log said why."""
+
+    async def breaks() -> None:
+        raise RuntimeError("can't start new thread")
+
+    settings = LeaseSettings(namespace="foveal", identity="one")
+    elector = Elector(FakeCluster(), settings, clock=time.clock, on_lost=lambda: None)
+    task = asyncio.ensure_future(elector.run(breaks))
+    await time.pass_(5)
+    assert task.done()
+    assert isinstance(task.exception(), RuntimeError)
+
+
 async def test_an_outage_shorter_than_the_deadline_is_survived(time: FakeTime) -> None:
     cluster = FakeCluster()
     one = Replica(cluster, time, "one")

@@ -81,7 +81,8 @@ class Elector:
         return self._renewed + self._settings.renew_seconds
 
     async def run(self, on_started: Callable[[], Awaitable[None]]) -> None:
-        """Acquires, calls `on_started`, renews until cancelled or lost."""
+        """Acquires, calls `on_started`, renews until cancelled or lost. Raises what `on_started`
+        raises: whoever leads and does not work keeps the others from it."""
         while not await self._try(self._settings.renew_seconds):
             await self._clock.sleep(self._jittered())
         self._is_leading = True
@@ -90,14 +91,16 @@ class Elector:
         # Beside the renewals, not before them: getting to work may take longer than a lease lasts.
         starting = asyncio.ensure_future(on_started())
         try:
-            await self._keep()
+            await self._keep(starting)
         finally:
             watchdog.cancel()
             starting.cancel()
 
-    async def _keep(self) -> None:
+    async def _keep(self, starting: asyncio.Future[None]) -> None:
         while self._is_leading:
             await self._clock.sleep(self._settings.retry_seconds)
+            if starting.done():
+                starting.result()
             left = self._deadline() - self._clock.monotonic()
             if left <= 0:
                 break
