@@ -36,6 +36,36 @@ def test_quantities_are_compared_by_value() -> None:
     assert [c.path for c in diff(mine, theirs)] == ["spec.resources.limits.cpu"]
 
 
+def test_quantities_of_devices_are_compared_by_value() -> None:
+    """A sidecar's `example.com/nic: 1`, a number, is a text where the API server keeps it."""
+    mine = {"resources": {"limits": {"example.com/nic": 1, "hugepages-2Mi": "1024Mi"}}}
+    theirs = {"resources": {"limits": {"example.com/nic": "1", "hugepages-2Mi": "1Gi"}}}
+    assert diff(mine, theirs) == []
+    theirs["resources"]["limits"]["example.com/nic"] = "2"
+    assert [c.path for c in diff(mine, theirs)] == ["resources.limits.example.com/nic"]
+
+
+def test_what_the_server_drops_in_a_pod_is_no_difference() -> None:
+    def pod(environment: Obj, probe: Obj, annotations: Obj) -> Obj:
+        container = {"name": "a", "env": [{"name": "PROXY", **environment}], "probe": probe}
+        template = {"metadata": {"annotations": annotations}, "spec": {"containers": [container]}}
+        return {"spec": {"template": template}}
+
+    kept = {"team": ""}
+    mine = pod({"value": ""}, {"initialDelaySeconds": 0}, kept)
+    assert diff(mine, pod({}, {}, kept)) == []
+    assert [c.path for c in diff(mine, pod({"value": "http://p"}, {}, {}))] == [
+        "spec.template.metadata.annotations.team",
+        "spec.template.spec.containers[a].env[PROXY].value",
+    ]
+
+
+def test_a_field_that_is_true_where_it_is_absent_is_missed() -> None:
+    wish = {"automountServiceAccountToken": False}
+    assert [c.path for c in diff(wish, {})] == ["automountServiceAccountToken"]
+    assert diff({"immutable": False}, {}) == []
+
+
 def test_a_drifted_field_is_named() -> None:
     (deployment,) = wanted(resource()).of_kind("Deployment")
     found = live(deployment)

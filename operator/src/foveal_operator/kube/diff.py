@@ -6,6 +6,7 @@ only what the operator writes: fields of other managers in the live object are i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,8 +15,11 @@ import msgspec
 from foveal_operator.kube.types import Obj
 from foveal_runtime.plan import quantity
 
-_QUANTITY_PARENTS = frozenset({"limits", "requests"})
-_QUANTITY_KEYS = frozenset({"sizeLimit", "storage"})
+_QUANTITY = re.compile(r"(^|\.)((limits|requests)\.[^\[\]]+|sizeLimit|storage)$")
+"""Paths of quantities; a resource's name may have dots of its own (nvidia.com/gpu)."""
+_TEXTS = frozenset({"annotations", "labels", "matchLabels", "nodeSelector"})
+"""Maps of texts: the API server keeps empty ones."""
+_TRUE_IF_ABSENT = "automountServiceAccountToken"
 _MISSING = object()
 
 
@@ -57,7 +61,7 @@ def _walk(wanted: Any, live: Any, path: str) -> Iterator[Change]:
             at = f"{path}.{key}" if path else str(key)
             found = live.get(key, _MISSING)
             if found is _MISSING:
-                if not _is_empty(value):
+                if not _is_dropped(path, key, value):
                     yield Change(at, None, value)
             else:
                 yield from _walk(value, found, at)
@@ -67,9 +71,15 @@ def _walk(wanted: Any, live: Any, path: str) -> Iterator[Change]:
         yield Change(path, live, wanted)
 
 
-def _is_empty(value: Any) -> bool:
-    """The API server drops empty values; wanting one is no change."""
-    return value is None or value == {} or value == [] or value is False
+def _is_dropped(path: str, key: object, value: Any) -> bool:
+    """The API server drops empty values, in pods also zeros and empty texts (`value` of an
+    environment variable); wanting one is no change."""
+    if value is False:
+        return key != _TRUE_IF_ABSENT
+    if value in (None, {}, []):
+        return True
+    is_in_pod = path.startswith("spec.template.") and path.rpartition(".")[2] not in _TEXTS
+    return is_in_pod and value in ("", 0)
 
 
 def _lists(wanted: list[Any], live: list[Any], path: str) -> Iterator[Change]:
@@ -93,8 +103,7 @@ def _lists(wanted: list[Any], live: list[Any], path: str) -> Iterator[Change]:
 def _is_same(wanted: Any, live: Any, path: str) -> bool:
     if wanted == live:
         return True
-    *_, parent, key = ["", "", *path.split(".")]
-    if parent in _QUANTITY_PARENTS or key in _QUANTITY_KEYS:
+    if _QUANTITY.search(path):
         texts = (str(wanted), str(live))
         if all(quantity.is_quantity(text) for text in texts):
             return quantity.parse(texts[0]) == quantity.parse(texts[1])
