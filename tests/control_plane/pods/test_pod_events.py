@@ -63,6 +63,19 @@ async def test_a_missing_secret_is_told_from_the_latest_event() -> None:
     assert "nowhere" in found.message
 
 
+async def test_an_event_without_words_hides_no_other() -> None:
+    """It ended the question: nothing that the pods said was known any more."""
+    cluster, clock = FakeCluster(), FakeTime()
+    cluster.add(event("a", "f-0", MISSING, "2026-11-21T19:00:09Z"))
+    silent = event("b", "f-0", "", "2026-11-21T19:00:10Z")
+    del silent["note"]
+    cluster.add(silent)
+    events = PodEvents(cluster, clock.clock.monotonic)
+    await events.add_to(PodReports(), [pod("f-0")])
+    clock.now += PATIENCE_SECONDS
+    assert (await events.add_to(PodReports(), [pod("f-0")])).waits == {"f-0": MISSING}
+
+
 async def test_each_pod_is_asked_about_now_and_then_and_forgotten_once_it_begins() -> None:
     cluster, clock = FakeCluster(), FakeTime()
     cluster.add(event("b", "f-0", MISSING, "2026-11-21T19:00:09Z"))

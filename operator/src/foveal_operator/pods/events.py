@@ -116,8 +116,9 @@ def is_silent(pod: Obj) -> bool:
 
 
 def latest_failure(events: Iterable[Obj], causes: frozenset[str]) -> str:
-    """The words of the latest Event with one of these reasons; "" without one."""
-    found = [event for event in events if event.get("reason") in causes]
+    """The words of the latest Event with one of these reasons; "" without one. Anybody may write an
+    Event, also one without words."""
+    found = [event for event in events if event.get("reason") in causes and event.get("note")]
     return str(max(found, key=_time)["note"])[:MAX_TEXT] if found else ""
 
 
