@@ -205,6 +205,23 @@ async def test_a_fight_over_an_object_is_slowed_down_and_not_given_up(kit: Kit) 
     assert label() == "foveal", "what is gone is made at once"
 
 
+async def test_what_is_deleted_again_and_again_is_made_ever_more_slowly(kit: Kit) -> None:
+    """A policy that deletes what it does not like was answered as fast as the API server could."""
+    await served(kit)
+    repairs, kind, ours = "foveal_operator_drift_repairs_total", "NetworkPolicy", "tiny-engine"
+    for _ in range(40):
+        if ours in kit.cluster.names(kind):
+            kit.cluster.remove(BY_NAME[kind], "default", ours)
+        kit.operator.queue.add(KEY)
+        await kit.settle()
+    assert kit.telemetry.value(repairs, kind=kind) == 20
+    assert ours not in kit.cluster.names(kind)
+    assert "tiny-frontend" in kit.cluster.names(kind), "only that object waits"
+    kit.time.now += 30
+    await kit.settle()  # without any event
+    assert ours in kit.cluster.names(kind)
+
+
 async def test_paused_means_hands_off(kit: Kit) -> None:
     await served(kit, pods=True)
 

@@ -41,6 +41,8 @@ MAX_CORRECTIONS = 20
 another operator, and each would answer the other without a pause."""
 CORRECTION_SECONDS = 30.0
 """After which there may be another."""
+_DELETED = "deleted "
+"""Before the kind: that an object is made again is counted apart, so that changes delay it not."""
 CORRECTED_SECONDS = 300.0
 """For so long it counts as lately."""
 Standing = Literal["Ours", "Leaving", "Offered", "Foreign"]
@@ -192,7 +194,8 @@ class Applier:
         if same and (same.uid, same.version) == self._caches.identity(kind, *at):
             return False
         live = self._caches.get(kind, *at)
-        if same and live and (_is_as_left(same, body, live) or self._wait(owner.uid, key)):
+        fought = key if live else (f"{_DELETED}{kind.name}", metadata["name"])
+        if same and ((live and _is_as_left(same, body, live)) or self._wait(owner.uid, fought)):
             return False
         if on_version:
             body = {**body, "metadata": {**metadata, "resourceVersion": on_version}}
@@ -211,7 +214,7 @@ class Applier:
         )
         changed = live is None or live["metadata"]["resourceVersion"] != after["resourceVersion"]
         if changed and same and not _is_same(metadata, live, after):
-            self._corrected(owner.uid, key, metadata["namespace"])
+            self._corrected(owner.uid, fought, metadata["namespace"])
         return changed
 
     def _left(self, owner_uid: str, key: ObjectKey) -> float:
@@ -225,16 +228,18 @@ class Applier:
         return max(0.0, 1.0 - self._left(owner_uid, key)) * CORRECTION_SECONDS
 
     def _corrected(self, owner_uid: str, key: ObjectKey, namespace: str) -> None:
-        log.info("corrected drift: %s %s/%s", key[0], namespace, key[1])
-        self._telemetry.count("foveal_operator_drift_repairs", kind=key[0])
+        kind = key[0].removeprefix(_DELETED)
+        log.info("corrected drift: %s %s/%s", kind, namespace, key[1])
+        self._telemetry.count("foveal_operator_drift_repairs", kind=kind)
         left = self._left(owner_uid, key) - 1.0
         kept = self._corrections.setdefault(owner_uid, {})
         kept[key] = (left, self._clock.monotonic())
         if left < 1.0:
             log.warning(
-                "%s %s/%s is changed back as often as it is corrected: now only every %.0f s; does "
+                "%s %s/%s is %s as often as it is corrected: now only every %.0f s; does "
                 "another operator watch this namespace, or an autoscaler of yours scale it?",
-                key[0], namespace, key[1], CORRECTION_SECONDS,
+                kind, namespace, key[1], "changed back" if kind == key[0] else "deleted",
+                CORRECTION_SECONDS,
             )  # fmt: skip
 
     def was_corrected(self, owner_uid: str, key: ObjectKey) -> bool:
