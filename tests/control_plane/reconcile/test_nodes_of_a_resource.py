@@ -76,7 +76,7 @@ async def test_a_node_that_starts_or_is_cordoned_counts_for_what_it_has(key: str
     """Facts recorded without it stayed wrong; nothing is free on it meanwhile."""
     cluster, busy = FakeCluster(), node("a", 4, "512Gi", 81_920)
     busy["spec"] = {
-        "unschedulable": True,
+        "unschedulable": key == "node.kubernetes.io/unschedulable",
         "taints": [{"key": key, "effect": "NoSchedule"}],
     }
     cluster.add(busy)

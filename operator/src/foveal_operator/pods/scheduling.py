@@ -42,10 +42,23 @@ def could_take(pod_spec: Obj, node: Obj) -> bool:
     tolerations = _maps(pod_spec, "tolerations")
     return all(
         taint.get("effect") == "PreferNoSchedule"
-        or re.match(_STATE, str(taint.get("key") or ""))
+        or _is_state(taint)
         or any(_tolerates(one, taint) for one in tolerations)
         for taint in _maps(node.get("spec", {}), "taints")
     )
+
+
+def is_closed(node: Obj) -> bool:
+    """Whether it takes no pod now, whomever it is meant for."""
+    spec = node.get("spec", {})
+    return bool(spec.get("unschedulable")) or any(
+        taint.get("effect") != "PreferNoSchedule" and _is_state(taint)
+        for taint in _maps(spec, "taints")
+    )
+
+
+def _is_state(taint: Obj) -> bool:
+    return re.match(_STATE, str(taint.get("key") or "")) is not None
 
 
 def has_no_node(message: str, *, taints_are_known: bool = False) -> bool:

@@ -26,7 +26,7 @@ from foveal_operator.kube.errors import ApiError, Forbidden, NotFound
 from foveal_operator.kube.kinds import DEVICE_CLASS, NODE, OPTIONAL, POD, RESOURCE_SLICE, Kind
 from foveal_operator.kube.types import Obj, allocatable, amount, device_bytes
 from foveal_operator.manifests.budget_inputs import NodeFacts
-from foveal_operator.pods.scheduling import awaiting_nodes, could_take
+from foveal_operator.pods.scheduling import awaiting_nodes, could_take, is_closed
 
 log = logging.getLogger(__name__)
 
@@ -311,11 +311,7 @@ def smallest_device_bytes(nodes: Iterable[Obj], resource: str, *, is_whole: bool
 
 def count_free_devices(nodes: Iterable[Obj], pods: Iterable[Obj], resource: str) -> int:
     """Allocatable on schedulable nodes less what unfinished pods ask for, bound or waiting."""
-    usable = {
-        node["metadata"]["name"]: node
-        for node in nodes
-        if not node.get("spec", {}).get("unschedulable")
-    }
+    usable = {node["metadata"]["name"]: node for node in nodes if not is_closed(node)}
     free = sum(allocatable(node, resource) for node in usable.values())
     for pod in pods:
         if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
