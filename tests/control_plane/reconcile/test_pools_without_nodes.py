@@ -28,8 +28,8 @@ from tests.support.nodes import (
     pod,
     unschedulable,
 )
-from tests.support.operator_rig import Kit
-from tests.support.served_resource import add_pod, served
+from tests.support.operator_rig import Kit, resource
+from tests.support.served_resource import add_pod, finish_profile, served
 from tests.support.sim_cluster import DEADLINE_SECONDS, START, Wish, desired_of
 
 
@@ -56,6 +56,29 @@ async def test_a_node_that_has_gone_since_the_last_list_is_there_no_more() -> No
     await time.pass_(16)
     waiting = unschedulable(pod("e", 1), STARTS_UNNAMED)
     assert await inventory.awaiting(Engine(), [waiting], []) == {"e"}
+
+
+async def test_budgets_that_lack_a_device_fit_a_minute_after_it_has_come() -> None:
+    """Only the next full look found it, up to eleven minutes later; meanwhile the resource was
+    Stalled, for which tools give up on it."""
+    kit = Kit()
+    kit.cluster.add(node("cpu"))
+    await kit.start()
+    kit.cluster.add(resource(engine={}))
+    await kit.settle()
+    finish_profile(kit.cluster)
+    await kit.settle()
+    assert kit.condition("BudgetFits") == ("False", "BudgetMisfit")
+    before = len(kit.cluster.calls)
+    for _ in range(100):
+        kit.time.now += 3
+        await kit.settle()
+    lists = [kind for verb, kind, _ in kit.cluster.calls[before:] if verb == "LIST"]
+    assert lists.count("Node") == 5, "once a minute"
+    kit.cluster.add(node("gpu", 1, mib=81_920))
+    kit.time.now += 61
+    await kit.settle()
+    assert kit.condition("BudgetFits") == ("True", "Fits")
 
 
 @pytest.mark.parametrize(

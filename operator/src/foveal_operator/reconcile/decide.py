@@ -27,6 +27,9 @@ from foveal_runtime.plan.budget.planner import plan as make_plan
 from foveal_runtime.plan.budget.types import BudgetPlan
 from foveal_runtime.plan.profile import ModelProfile
 
+_OF_NODES = ("DeviceMemoryUnknown", "DeviceTooSmall", "NodeMemory")
+"""Problems of a plan that other nodes or devices may not have."""
+
 
 class Decision(Observation, frozen=True, kw_only=True):
     """An observation and what follows from it.
@@ -48,6 +51,13 @@ class Decision(Observation, frozen=True, kw_only=True):
     def context(self) -> Context:
         return Context(inference=self.inference, plan=self.plan, facts=self.facts)
 
+    @property
+    def lacks_nodes(self) -> bool:
+        """The budgets do not fit the nodes and devices that are known; a new one may change that.
+        No watch tells of nodes."""
+        problems = self.plan.problems if self.plan is not None else ()
+        return any(problem.reason in _OF_NODES for problem in problems)
+
 
 class _Derived(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from a resource and its model: read it only, it is handed out again. `nodes` are
@@ -68,7 +78,16 @@ class Decider:
         self._known: OrderedDict[str, tuple[object, _Derived]] = OrderedDict()
 
     async def decide(self, seen: Observation) -> Decision:
-        """What this pass makes of the observation."""
+        """What this pass makes of the observation. Where it needs a larger node or device than any
+        that is known, it looks for new ones. Raises ApiError."""
+        found = await self._decide(seen)
+        if found.lacks_nodes and await self._inventory.renew():
+            nodes = self._inventory.node_facts(seen.inference.spec.engine)
+            if nodes != seen.nodes:
+                return await self._decide(msgspec.structs.replace(seen, nodes=nodes))
+        return found
+
+    async def _decide(self, seen: Observation) -> Decision:
         inference, accelerator = seen.inference, seen.inference.spec.engine.accelerator
         model = decide_model(
             ModelView(

@@ -177,6 +177,8 @@ class Reconciler:
         again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
         if work.serving_pods:
             again.append(_poll_seconds(work))
+        if work.lacks_nodes:
+            again.append(POLL_SECONDS)
         if work.short:
             explained = len(work.reports.refused) >= len(work.short)
             again.append(EAGER_POLL_SECONDS if explained else SHORT_SECONDS)
