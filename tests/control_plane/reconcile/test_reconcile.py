@@ -283,6 +283,21 @@ async def test_optional_apis_are_used_when_they_appear() -> None:
     assert "PodMonitor" in {kind.name for kind in kit.watched}
 
 
+async def test_an_api_that_a_resource_waits_for_is_found_within_a_minute() -> None:
+    """It was installed, and the resource stayed Stalled until the next full look."""
+    body = resource()
+    body["spec"]["observability"] = {"podMonitor": "Enabled"}
+    kit = await served(Kit(), body)
+    assert kit.condition("SpecAccepted") == ("False", "MissingApi")
+    kit.cluster.missing = OPTIONAL_KINDS - {"PodMonitor"}
+    kit.time.now += 61
+    await kit.settle()
+    assert kit.cluster.names("PodMonitor") == ["tiny"]
+    assert kit.condition("SpecAccepted") == ("True", "Accepted")
+    await kit.resync()
+    assert "PodMonitor" in {kind.name for kind in kit.watched}
+
+
 async def test_an_engine_change_replaces_the_engine_by_its_uid(kit: Kit) -> None:
     await served(kit, pods=True)
     old = kit.cluster.body("Pod", "tiny-engine-0")["metadata"]

@@ -52,11 +52,12 @@ class Decision(Observation, frozen=True, kw_only=True):
         return Context(inference=self.inference, plan=self.plan, facts=self.facts)
 
     @property
-    def lacks_nodes(self) -> bool:
-        """The budgets do not fit the nodes and devices that are known; a new one may change that.
-        No watch tells of nodes."""
+    def waits_for_cluster(self) -> bool:
+        """It lacks an API, or a node or device that its budgets fit: no watch tells that it has
+        come."""
         problems = self.plan.problems if self.plan is not None else ()
-        return any(problem.reason in _OF_NODES for problem in problems)
+        lacks_node = any(problem.reason in _OF_NODES for problem in problems)
+        return lacks_node or bool(self.desired.missing_apis)
 
 
 class _Derived(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,13 +79,15 @@ class Decider:
         self._known: OrderedDict[str, tuple[object, _Derived]] = OrderedDict()
 
     async def decide(self, seen: Observation) -> Decision:
-        """What this pass makes of the observation. Where it needs a larger node or device than any
-        that is known, it looks for new ones. Raises ApiError."""
+        """What this pass makes of the observation. Where it needs what the cluster is not known to
+        have, it looks again. Raises ApiError."""
         found = await self._decide(seen)
-        if found.lacks_nodes and await self._inventory.renew():
+        if found.waits_for_cluster and await self._inventory.renew():
+            facts = msgspec.structs.replace(seen.facts, apis=self._inventory.apis)
             nodes = self._inventory.node_facts(seen.inference.spec.engine)
-            if nodes != seen.nodes:
-                return await self._decide(msgspec.structs.replace(seen, nodes=nodes))
+            if (facts.apis, nodes) != (seen.facts.apis, seen.nodes):
+                seen = msgspec.structs.replace(seen, facts=facts, nodes=nodes)
+                return await self._decide(seen)
         return found
 
     async def _decide(self, seen: Observation) -> Decision:

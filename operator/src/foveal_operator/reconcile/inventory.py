@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 FREE_SECONDS = 10.0
 RENEW_SECONDS = 55.0
-"""Nodes and devices are known for so long before a resource that lacks one asks again."""
+"""All is known for so long before it is asked for again, for a resource that lacks something."""
 NODES_SECONDS = 15.0
 """Nodes are known for so long before "no such node is there" is said of a pod that waits."""
 MAX_ASKED = 32
@@ -66,7 +66,7 @@ class Inventory:
         self._cluster = cluster
         self._clock = clock
         self._nodes: Sequence[Obj] = ()
-        self._nodes_at = self._listed_at = 0.0
+        self._nodes_at = self._refreshed_at = 0.0
         self._slices: Sequence[DeviceSlice] = ()
         self._classes: Sequence[Obj] = ()
         self._free: dict[str, tuple[float, int | None]] = {}
@@ -76,26 +76,23 @@ class Inventory:
 
     async def refresh(self) -> bool:
         """Asks again. True when the set of optional APIs has changed. Raises ApiError."""
+        self._refreshed_at = self._clock.monotonic()
         served = [kind.name for kind in OPTIONAL if await self._cluster.serves(kind)]
-        await self._list_everything()
+        await self._list_nodes()
+        self._slices = await self._list(RESOURCE_SLICE, _brief_slice)
+        self._classes = await self._list(DEVICE_CLASS, lambda one: one)
+        self._facts.clear()
         found = frozenset(served)
         changed, self.apis = found != self.apis, found
         return changed
 
     async def renew(self) -> bool:
-        """For who lacks something that a new node or device may have: lists them again, at most
-        once in RENEW_SECONDS. True when it did. Raises ApiError."""
-        if self._clock.monotonic() - self._listed_at < RENEW_SECONDS:
+        """For who lacks something that the cluster may have by now: asks again, at most once in
+        RENEW_SECONDS. True when it did. Raises ApiError."""
+        if self._clock.monotonic() - self._refreshed_at < RENEW_SECONDS:
             return False
-        await self._list_everything()
+        await self.refresh()
         return True
-
-    async def _list_everything(self) -> None:
-        self._listed_at = self._clock.monotonic()
-        await self._list_nodes()
-        self._slices = await self._list(RESOURCE_SLICE, _brief_slice)
-        self._classes = await self._list(DEVICE_CLASS, lambda one: one)
-        self._facts.clear()
 
     async def _list_nodes(self) -> None:
         self._nodes_at = self._clock.monotonic()

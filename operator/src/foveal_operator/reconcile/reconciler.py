@@ -177,7 +177,7 @@ class Reconciler:
         again = [s for s in (work.rollout.next_check_seconds, work.model.next_check_seconds) if s]
         if work.serving_pods:
             again.append(_poll_seconds(work))
-        if work.lacks_nodes:
+        if work.waits_for_cluster:
             again.append(POLL_SECONDS)
         if work.short:
             explained = len(work.reports.refused) >= len(work.short)
