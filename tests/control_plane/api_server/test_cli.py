@@ -101,6 +101,40 @@ def test_what_a_plan_prints_changes_nothing_once_it_is_applied(
     assert "1 engine pod restarts: tiny-engine-0" in out, out
 
 
+POD_TEMPLATE = """
+metadata: {annotations: {note: ""}}
+spec:
+  tolerations: [{key: gpu, operator: Exists, value: "", effect: NoSchedule}]
+  containers:
+    - name: frontend
+      env: [{name: HTTP_PROXY, value: ""}]
+      resources: {limits: {cpu: 1.5, ephemeral-storage: 1024Mi}}
+    - name: agent
+      image: registry.example/agent
+      env: [{name: LEVEL, value: ""}]
+      readinessProbe: {tcpSocket: {port: 80}, initialDelaySeconds: 0}
+      resources: {limits: {cpu: 0.5, memory: 1e9, example.com/nic: 1}}
+      volumeMounts: [{name: scratch, mountPath: /scratch, subPath: "", readOnly: false}]
+      securityContext:
+        {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}, runAsNonRoot: true}
+  volumes: [{name: scratch, emptyDir: {medium: "", sizeLimit: 1000M}}]
+"""
+
+
+def test_a_pod_template_that_is_stored_otherwise_is_no_change(
+    foveal: Foveal, api: Api, resource: Obj, tmp_path: Path, capsys: Any
+) -> None:
+    """Amounts in other units, zeros and empty texts: the server keeps none of them as written."""
+    resource["spec"]["frontend"]["podTemplate"] = yaml.safe_load(POD_TEMPLATE)
+    file = tmp_path / "mmi.yaml"
+    file.write_text(yaml.safe_dump(resource))
+    options = ("--profile", PROFILE, "--node-memory", "8Gi", "--image", "example/runtime:1")
+    assert foveal("plan", "-f", str(file), "--server", *options, "-o", "yaml") == 1
+    for body in filter(None, yaml.safe_load_all(capsys.readouterr().out)):
+        api.apply(body, FIELD_MANAGER, force=True, fieldValidation="Strict").must()
+    assert foveal("plan", "-f", str(file), "--server", *options) == 0, capsys.readouterr().out
+
+
 def test_a_server_that_is_not_there_ends_with_4(cluster: Cluster, capsys: Any) -> None:
     config = str(cluster.kubeconfig("nobody", url="https://127.0.0.1:9"))
     assert cli.main(["status", "--kubeconfig", config]) == 4
