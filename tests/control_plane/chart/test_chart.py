@@ -130,6 +130,7 @@ def test_unknown_values_are_refused(path: str) -> None:
         ("metrics.podMonitor.interval", "often"),
         ("metrics.podMonitor.enabled", "auto"),
         ("sample.name", "x" * 41),
+        ("sample.name", "7b"),
         ("terminationGracePeriodSeconds", 0),
         ("commonLabels", {"a": 1}),
         ("imagePullSecrets", [{}]),
