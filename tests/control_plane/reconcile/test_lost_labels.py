@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from foveal_operator.kube.errors import UserError
 from foveal_operator.kube.kinds import (
     BY_NAME,
     DEPLOYMENT,
@@ -156,6 +157,23 @@ async def test_pods_are_seen_without_it(kit: Kit) -> None:
     kit.cluster.edit(POD, "default", engine, fail)
     await kit.settle()
     assert kit.condition("EnginesReady")[0] == "False", "and what becomes of them is reported"
+
+
+async def test_a_service_whose_ports_were_changed_too_gets_it_back(kit: Kit) -> None:
+    """Foreign ports are got rid of by a replacement, which took over the labels as they were; they
+    then counted as the operator's own."""
+    await served(kit)
+
+    def change(body: Obj) -> None:
+        body["spec"]["ports"] = [{"name": "http", "port": 1, "targetPort": 1}]
+        body["metadata"]["labels"].pop(INSTANCE)
+
+    kit.cluster.edit(BY_NAME["Service"], "default", "tiny", change)
+    kit.fail(UserError("Duplicate value: http", 422), verb="APPLY", kind="Service", name="tiny")
+    await kit.settle()
+    found = kit.cluster.body("Service", "tiny")
+    assert [port["port"] for port in found["spec"]["ports"]] == [8000]
+    assert found["metadata"]["labels"][INSTANCE] == "tiny"
 
 
 @pytest.mark.parametrize("value", ["", "other"])

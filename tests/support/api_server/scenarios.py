@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from foveal_operator.kube.kinds import INSTANCE
 from foveal_operator.kube.types import Obj
 from tests.support.api_server.programs import wait_until
 from tests.support.api_server.sandbox import KIND, Sandbox
@@ -133,5 +134,8 @@ DRIFT: list[tuple[str, str, Any]] = [
     ("Service", "qwen", {"spec": {"ports": [{"name": "http", "port": 1, "targetPort": 1}]}}),
     ("NetworkPolicy", "qwen-engine", {"spec": {"ingress": []}}),
     ("ServiceAccount", "qwen", {"automountServiceAccountToken": True}),
+    ("ServiceAccount", "qwen", {"automountServiceAccountToken": None}),
+    ("Deployment", "qwen-frontend", {"metadata": {"labels": {INSTANCE: "other"}}}),
+    ("Service", "qwen", {"metadata": {"labels": {INSTANCE: None}}}),
 ]
 """Kind, name and change: what somebody else writes over fields that the operator sets."""

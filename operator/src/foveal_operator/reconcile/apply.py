@@ -293,14 +293,15 @@ class Applier:
         """Apply; a Service whose ports somebody has changed is replaced. Raises ApiError.
 
         Ports are merged by number: a foreign number stays beside ours under the same name, which
-        the API server refuses.
+        the API server refuses. Then once more: what is wanted beside the spec is not in that.
         """
         try:
             return await self._cluster.apply(body)
         except UserError:
             if kind.name != "Service":
                 raise
-        return await self._cluster.update({**live, "spec": {**live["spec"], **body["spec"]}})
+        await self._cluster.update({**live, "spec": {**live["spec"], **body["spec"]}})
+        return await self._cluster.apply(body)
 
     async def delete(
         self, kind: Kind, namespace: str, name: str, uid: str, controller_uid: str
