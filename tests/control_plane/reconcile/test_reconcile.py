@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from foveal_operator.api.status import MultiModalInferenceStatus
+from foveal_operator.kube.errors import UserError
 from foveal_operator.kube.kinds import (
     BY_NAME,
     INFERENCE,
@@ -203,6 +204,30 @@ async def test_a_fight_over_an_object_is_slowed_down_and_not_given_up(kit: Kit) 
     kit.cluster.remove(BY_NAME[kind], "default", ours)
     await kit.settle()
     assert label() == "foveal", "what is gone is made at once"
+
+
+async def test_a_disruption_budget_of_the_other_kind_is_made_again(kit: Kit) -> None:
+    """Somebody's minAvailable stayed beside our maxUnavailable, which the API server refuses: the
+    resource was Refused until somebody took it away."""
+    body = resource()
+    body["spec"]["frontend"]["replicas"] = 2
+    await served(kit, body)
+    kind, name = "PodDisruptionBudget", "tiny-frontend"
+    before = kit.cluster.body(kind, name)
+
+    def change(live: Obj) -> None:
+        del live["spec"]["maxUnavailable"]
+        live["spec"]["minAvailable"] = 1
+
+    kit.cluster.edit(BY_NAME[kind], "default", name, change)
+    text = "minAvailable and maxUnavailable cannot be both set"
+    kit.fail(UserError(text, 422), verb="APPLY", kind=kind)
+    await kit.settle()
+    after = kit.cluster.body(kind, name)
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+    assert after["spec"]["maxUnavailable"] == 1
+    assert "minAvailable" not in after["spec"]
+    assert kit.condition("SpecAccepted")[0] == "True"
 
 
 async def test_what_is_deleted_again_and_again_is_made_ever_more_slowly(kit: Kit) -> None:

@@ -23,7 +23,7 @@ from foveal_operator.api.crd import GROUP, KIND
 from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.diff import diff
-from foveal_operator.kube.errors import ApiError, Conflict, Transient, UserError
+from foveal_operator.kube.errors import ApiError, Conflict, Denied, Transient, UserError
 from foveal_operator.kube.kinds import FIELD_MANAGER, INSTANCE, MANAGED_BY, Kind, kind_of
 from foveal_operator.kube.store import Caches, brief
 from foveal_operator.kube.types import Obj, ObjectKey
@@ -290,14 +290,21 @@ class Applier:
         return next(iter(found), None)
 
     async def _apply(self, kind: Kind, body: Obj, live: Obj) -> Obj:
-        """Apply; a Service whose ports somebody has changed is replaced. Raises ApiError.
+        """Apply; a Service whose ports somebody has changed is replaced, and a disruption budget of
+        the other kind deleted, to be made again by the next pass. Raises ApiError.
 
         Ports are merged by number: a foreign number stays beside ours under the same name, which
         the API server refuses. Then once more: what is wanted beside the spec is not in that.
         """
         try:
             return await self._cluster.apply(body)
-        except UserError:
+        except UserError as error:
+            metadata = live["metadata"]
+            if kind.name == "PodDisruptionBudget" and not isinstance(error, Denied):
+                # Somebody's minAvailable excludes our maxUnavailable, and no apply takes it away.
+                at = (metadata["namespace"], metadata["name"])
+                await self._cluster.delete(kind, *at, metadata["uid"], metadata["resourceVersion"])
+                raise Conflict(f"{error.message}: it is made again", 409) from error
             if kind.name != "Service":
                 raise
         await self._cluster.update({**live, "spec": {**live["spec"], **body["spec"]}})
