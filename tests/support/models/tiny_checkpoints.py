@@ -85,16 +85,20 @@ class Prompt:
                 types[0, offset + start : offset + start + length] = item.modality + 1
         return types
 
-    def fields(self, in_row: str = " ") -> dict[str, torch.Tensor]:
-        """All items' tensors, each name concatenated along dimension 0, or along the last where it
-        begins with `in_row`."""
+    def by_name(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors of all items that have one of that name."""
         found: dict[str, list[torch.Tensor]] = {}
         for item in self.items:
             for name, tensor in item.fields.items():
                 found.setdefault(name, []).append(tensor)
+        return found
+
+    def fields(self, in_row: str = " ") -> dict[str, torch.Tensor]:
+        """All items' tensors, each name concatenated along dimension 0, or along the last where it
+        begins with `in_row`."""
         return {
-            name: torch.cat(found[name], dim=-1 if name.startswith(in_row) else 0)
-            for name in sorted(found)
+            name: torch.cat(tensors, dim=-1 if name.startswith(in_row) else 0)
+            for name, tensors in sorted(self.by_name().items())
         }
 
 
@@ -155,8 +159,15 @@ def plain_item(count: int, fields: dict[str, torch.Tensor], token: int = IMG_TOK
     return MediaItem(modality, [token] * count, ((0, count),), fields)
 
 
+def pixels(count: int = 16, side: int = 16) -> Callable[[int], MediaItem]:
+    """Makes images of one size, `count` placeholder tokens each."""
+    return lambda seed: plain_item(count, {"pixel_values": noise(seed, 1, 3, side, side)})
+
+
 LLAMA = {"model_type": "llama", **TEXT}
 QWEN2 = {"model_type": "qwen2", **TEXT}
+QWEN3 = {"model_type": "qwen3", **TEXT, "head_dim": 8}
+CLIP_VISION = {"model_type": "clip_vision_model", **CLIP}
 SIGLIP = {"model_type": "siglip_vision_model", **CLIP, "vision_use_head": False}
 
 
@@ -164,10 +175,7 @@ def stacked(*names: str):
     """Keyword arguments of a forward that wants items padded to the largest neighbour."""
 
     def kwargs(prompt: Prompt) -> dict[str, Any]:
-        found: dict[str, list[torch.Tensor]] = {}
-        for item in prompt.items:
-            for name, tensor in item.fields.items():
-                found.setdefault(name, []).append(tensor)
+        found = prompt.by_name()
         for name in names:
             shapes = [t.shape for t in found.get(name, [])]
             largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
@@ -218,10 +226,7 @@ def _llava() -> Any:
 
 CASES: dict[str, Case] = {
     "llama": Case(_llama),
-    "llava": Case(
-        _llava,
-        {IMAGE: lambda seed: plain_item(16, {"pixel_values": noise(seed, 1, 3, 16, 16)})},
-    ),
+    "llava": Case(_llava, {IMAGE: pixels()}),
 }
 
 
@@ -253,6 +258,15 @@ SMALL_4 = {
     "partial_rotary_factor": 0.5,
 }
 HYBRID = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+CHUNKED = {  # Llama 4's
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "attention_chunk_size": 12,
+    "num_local_experts": 2,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 48,
+    "floor_scale": 8,
+}
 CASES.update(
     {
         "mistral_sliding": text_case("MistralConfig", sliding_window=12),
@@ -280,16 +294,7 @@ CASES.update(
             num_experts_per_tok=2,
             moe_intermediate_size=16,
         ),
-        "llama4_text": text_case(
-            "Llama4TextConfig",
-            head_dim=8,
-            num_hidden_layers=4,
-            attention_chunk_size=12,
-            num_local_experts=2,
-            interleave_moe_layer_step=2,
-            intermediate_size_mlp=48,
-            floor_scale=8,
-        ),
+        "llama4_text": text_case("Llama4TextConfig", **CHUNKED),
         "deepseek_v3_mla": text_case("DeepseekV3Config", **LATENT, n_group=2, topk_group=1),
         "mistral4": text_case("Mistral4Config", **LATENT, rope_parameters=SMALL_4),
     }

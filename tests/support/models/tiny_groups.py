@@ -21,7 +21,7 @@ from tests.support.models.tiny_checkpoints import (
     Prompt,
     marked,
     noise,
-    plain_item,
+    pixels,
 )
 
 # Bidirectional groups: gemma3, paligemma
@@ -73,13 +73,9 @@ def _paligemma(text: dict[str, Any]) -> Any:
     )
 
 
-def paligemma_item(seed: int) -> MediaItem:
-    return plain_item(16, {"pixel_values": noise(seed, 1, 3, 16, 16)})
-
-
 CASES["paligemma"] = Case(
     lambda: _paligemma({"model_type": "gemma"}),
-    {IMAGE: paligemma_item},
+    {IMAGE: pixels()},
     paligemma_kwargs,
     budget=75,
 )
@@ -92,7 +88,7 @@ CASES["paligemma2"] = Case(
             "query_pre_attn_scalar": 8,
         }
     ),
-    {IMAGE: paligemma_item},
+    {IMAGE: pixels()},
     paligemma_kwargs,
     budget=75,
 )

@@ -9,7 +9,9 @@ import transformers as hf
 
 from tests.support.models.tiny_checkpoints import (
     CASES,
+    CHUNKED,
     CLIP,
+    CLIP_VISION,
     END,
     IMAGE,
     IMG_TOKEN,
@@ -17,6 +19,7 @@ from tests.support.models.tiny_checkpoints import (
     LLAMA,
     MARK,
     QWEN2,
+    QWEN3,
     SIGLIP,
     SMALL_4,
     START,
@@ -29,6 +32,7 @@ from tests.support.models.tiny_checkpoints import (
     as_video,
     marked,
     noise,
+    pixels,
     plain_item,
     stacked,
 )
@@ -52,7 +56,7 @@ PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 CASES["llava_next"] = Case(
     lambda: hf.LlavaNextConfig(
         text_config=LLAMA,
-        vision_config={"model_type": "clip_vision_model", **CLIP},
+        vision_config=CLIP_VISION,
         image_grid_pinpoints=PINPOINTS,
         image_token_index=IMG_TOKEN,
         vision_feature_layer=-2,
@@ -145,8 +149,8 @@ def tiled_item(seed: int) -> MediaItem:
 
 
 def tiles_in_row(prompt: Prompt) -> dict[str, Any]:
-    names = {name for item in prompt.items for name in item.fields}
-    return {name: torch.cat([i.fields[name] for i in prompt.items], dim=1) for name in names}
+    """As if of one image: each has another number of them."""
+    return {name: torch.cat(tensors, dim=1) for name, tensors in prompt.by_name().items()}
 
 
 def _idefics(kind: str) -> Any:
@@ -191,9 +195,10 @@ def crops_item(seed: int) -> MediaItem:
     return plain_item(4 * crops, {"pixel_values": noise(seed, crops, 3, 16, 16)})
 
 
+COHERE2 = {"model_type": "cohere2", **TEXT, "sliding_window": 12, "logit_scale": 0.5}
 CASES["aya_vision"] = Case(
     lambda: hf.AyaVisionConfig(
-        text_config={"model_type": "cohere2", **TEXT, "sliding_window": 12, "logit_scale": 0.5},
+        text_config=COHERE2,
         vision_config=SIGLIP,
         image_token_index=IMG_TOKEN,
     ),
@@ -201,7 +206,7 @@ CASES["aya_vision"] = Case(
 )
 CASES["cohere2_vision"] = Case(
     lambda: hf.Cohere2VisionConfig(
-        text_config={"model_type": "cohere2", **TEXT, "sliding_window": 12, "logit_scale": 0.5},
+        text_config=COHERE2,
         vision_config=SIGLIP,
         image_token_id=IMG_TOKEN,
         alignment_intermediate_size=64,
@@ -226,29 +231,20 @@ CASES["got_ocr2"] = Case(
         image_seq_length=4,
         tie_word_embeddings=False,
     ),
-    {IMAGE: lambda seed: plain_item(4, {"pixel_values": noise(seed, 1, 3, 128, 128)})},
+    {IMAGE: pixels(4, 128)},
 )
 CASES["vipllava"] = Case(
     lambda: hf.VipLlavaConfig(
         text_config=LLAMA,
-        vision_config={"model_type": "clip_vision_model", **CLIP},
+        vision_config=CLIP_VISION,
         vision_feature_layer=[-2, -1],
         image_token_index=IMG_TOKEN,
     ),
-    {IMAGE: lambda seed: plain_item(16, {"pixel_values": noise(seed, 1, 3, 16, 16)})},
+    {IMAGE: pixels()},
 )
 CASES["llama4"] = Case(
     lambda: hf.Llama4Config(
-        text_config={
-            **TEXT,
-            "head_dim": 8,
-            "num_hidden_layers": 4,
-            "attention_chunk_size": 12,
-            "num_local_experts": 2,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 48,
-            "floor_scale": 8,
-        },
+        text_config={**TEXT, **CHUNKED},
         vision_config={
             "hidden_size": 16,
             "num_hidden_layers": 2,
@@ -266,7 +262,7 @@ CASES["llama4"] = Case(
 )
 CASES["lighton_ocr"] = Case(
     lambda: hf.LightOnOcrConfig(
-        text_config={"model_type": "qwen3", **TEXT, "head_dim": 8},
+        text_config=QWEN3,
         vision_config=PIXTRAL,
         image_token_id=IMG_TOKEN,
         spatial_merge_size=2,

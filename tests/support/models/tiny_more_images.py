@@ -11,11 +11,13 @@ from tests.support.models.tiny_checkpoints import (
     AUD_TOKEN,
     CASES,
     CLIP,
+    CLIP_VISION,
     IMAGE,
     IMG_TOKEN,
     LLAMA,
     MARK,
     QWEN2,
+    QWEN3,
     SIGLIP,
     TEXT,
     VID_TOKEN,
@@ -25,6 +27,7 @@ from tests.support.models.tiny_checkpoints import (
     Prompt,
     marked,
     noise,
+    pixels,
     plain_item,
     stacked,
 )
@@ -35,12 +38,6 @@ from tests.support.models.tiny_images import (
     internvl_item,
     tiles_in_row,
 )
-
-QWEN3 = {"model_type": "qwen3", **TEXT, "head_dim": 8}
-
-
-def pixels(count: int = 16, side: int = 16) -> Any:
-    return lambda seed: plain_item(count, {"pixel_values": noise(seed, 1, 3, side, side)})
 
 
 def clip_frames(count: int) -> Any:
@@ -151,7 +148,7 @@ CASES["aria"] = Case(
 CASES["llava_next_video"] = Case(
     lambda: hf.LlavaNextVideoConfig(
         text_config=LLAMA,
-        vision_config={"model_type": "clip_vision_model", **CLIP},
+        vision_config=CLIP_VISION,
         image_grid_pinpoints=PINPOINTS,
         image_token_index=IMG_TOKEN,
         video_token_index=VID_TOKEN,
@@ -174,7 +171,7 @@ def image_pixels(prompt: Prompt) -> dict[str, Any]:
 CASES["video_llava"] = Case(
     lambda: hf.VideoLlavaConfig(
         text_config=LLAMA,
-        vision_config={"model_type": "clip_vision_model", **CLIP},
+        vision_config=CLIP_VISION,
         image_token_index=IMG_TOKEN,
         video_token_index=VID_TOKEN,
         vision_feature_layer=-2,
@@ -189,7 +186,7 @@ CASES["pp_chart2table"] = Case(
     lambda: hf.PPChart2TableConfig(
         text_config=QWEN2, vision_config=GOT_VISION, image_token_index=IMG_TOKEN, image_seq_length=4
     ),
-    {IMAGE: lambda seed: plain_item(4, {"pixel_values": noise(seed, 1, 3, 128, 128)})},
+    {IMAGE: pixels(4, 128)},
 )
 
 

@@ -26,9 +26,11 @@ from tests.support.models.tiny_checkpoints import (
     Prompt,
     marked,
     noise,
+    pixels,
     plain_item,
 )
 from tests.support.models.tiny_grids import grid_item, grid_kwargs
+from tests.support.models.tiny_images import tiles_in_row
 
 CASES["fast_vlm"] = Case(  # timm's FastViT
     lambda: hf.FastVlmConfig(
@@ -47,7 +49,7 @@ CASES["fast_vlm"] = Case(  # timm's FastViT
         },
         image_token_index=IMG_TOKEN,
     ),
-    {IMAGE: lambda seed: plain_item(4, {"pixel_values": noise(seed, 1, 3, 64, 64)})},
+    {IMAGE: pixels(4, 64)},
 )
 
 
@@ -58,15 +60,6 @@ def tiles(seed: int) -> MediaItem:
 
 def frames(seed: int) -> MediaItem:
     return plain_item(8, {"pixel_values_videos": noise(seed, 1, 2, 3, 32, 32)}, VID_TOKEN)
-
-
-def tiles_of_all(prompt: Prompt) -> dict[str, Any]:
-    """As if of one image: each has another number of them."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for item in prompt.items:
-        for name, tensor in item.fields.items():
-            found.setdefault(name, []).append(tensor)
-    return {name: torch.cat(tensors, dim=1) for name, tensors in found.items()}
 
 
 CASES["perception_lm"] = Case(  # timm's perception encoder
@@ -97,7 +90,7 @@ CASES["perception_lm"] = Case(  # timm's perception encoder
         tie_word_embeddings=False,
     ),
     {IMAGE: tiles, VIDEO: frames},
-    tiles_of_all,
+    tiles_in_row,
 )
 
 
