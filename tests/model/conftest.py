@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from types import ModuleType
@@ -11,18 +10,12 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-MORE = (
-    "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids", "tiny_gemmas",
-    "tiny_encoders", "tiny_towers", "tiny_mamba", "tiny_omni",
-)  # fmt: skip
-
 
 @pytest.fixture(scope="session")
 def checkpoints() -> ModuleType:
     from tests.support.models import tiny_checkpoints
 
-    for name in ("tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds", *MORE):
-        importlib.import_module(f"tests.support.models.{name}")
+    tiny_checkpoints.load_cases()
     return tiny_checkpoints
 
 

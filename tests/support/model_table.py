@@ -21,13 +21,7 @@ TENSOR_PARALLEL = ("tests.model.test_tensor_parallel", "NAMES")
 FAST_PATH = "tests.model.test_decoder_layers"
 EXPERTS = ("tests.model.test_quantized_experts", "ONE_BY_ONE")
 """Test module, and its list, of the families that it compares that way."""
-CASE_MODULES = (
-    "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds",
-    "tiny_more_images", "tiny_more_grids", "tiny_more_sounds", "tiny_hybrids",
-    "tiny_gemmas", "tiny_encoders", "tiny_towers", "tiny_mamba", "tiny_omni",
-)  # fmt: skip
-for _name in CASE_MODULES:
-    importlib.import_module(f"tests.support.models.{_name}")
+tiny_checkpoints.load_cases()
 CASES = dict(tiny_checkpoints.CASES)
 """As the modules have them: tests add cases of their own while they run."""
 

@@ -5,7 +5,6 @@ python -m tests.support.refused_page docs/reference/refused.md
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import sys
@@ -125,7 +124,7 @@ def _file(name: str, ask: Callable[[str], object], content: object = None) -> An
 
 def _adapter(name: str = "llama", tensor: str = "", **config: object) -> Callable[[Path], object]:
     def ask(folder: Path) -> None:
-        importlib.import_module("tests.support.models.tiny_hybrids")  # adds its cases
+        tiny_checkpoints.load_cases()
         tiny_checkpoints.save(name, folder / "model")
         loaded = load_model(str(folder / "model"))
         path = write_adapter(folder / "adapter", loaded.model, 1, **config)
@@ -138,7 +137,7 @@ def _adapter(name: str = "llama", tensor: str = "", **config: object) -> Callabl
 
 def _experts(name: str) -> Callable[[Path], object]:
     def ask(folder: Path) -> None:
-        importlib.import_module("tests.support.models.tiny_towers")  # adds its cases
+        tiny_checkpoints.load_cases()
         tiny_checkpoints.save(name, folder / "model")
         stored, _ = make(folder / "model", folder, "fp8 blocks")
         shutil.copytree(stored, folder, dirs_exist_ok=True)

@@ -7,6 +7,7 @@ arguments of transformers' own forward for the same input. Weights are drawn wid
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,10 @@ import transformers
 from foveal_runtime.model.checkpoint.loader import class_for
 from foveal_runtime.plan.media import MODALITIES
 
+MODULES = (
+    "tiny_images", "tiny_grids", "tiny_groups", "tiny_sounds", "tiny_more_images", "tiny_hybrids",
+    "tiny_gemmas", "tiny_encoders", "tiny_towers", "tiny_mamba", "tiny_omni",
+)  # fmt: skip
 IMAGE, VIDEO, AUDIO = range(3)
 IMG_TOKEN, VID_TOKEN, AUD_TOKEN, START, END, MARK = 3, 4, 5, 6, 7, 8
 FIRST_TEXT, VOCAB = 20, 128
@@ -100,6 +105,12 @@ class Prompt:
             name: torch.cat(tensors, dim=-1 if name.startswith(in_row) else 0)
             for name, tensors in sorted(self.by_name().items())
         }
+
+
+def load_cases() -> None:
+    """Adds the cases of the modules beside this one."""
+    for module in MODULES:
+        importlib.import_module(f"tests.support.models.{module}")
 
 
 def make_prompt(case: Case, seed: int, items: list[tuple[int, int]], num_text: int = 5) -> Prompt:

@@ -1,4 +1,4 @@
-"""Tiny cases with flat patches, grids and three-row rope positions: Qwen-VL and GLM-4V."""
+"""Tiny cases with flat patches and grids, most of them with three-row rope positions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import transformers as hf
 
 from tests.support.models.tiny_checkpoints import (
     CASES,
+    CLIP,
     END,
+    HYBRID,
     IMAGE,
     IMG_TOKEN,
+    LATENT,
+    QWEN2,
     START,
     TEXT,
     VID_TOKEN,
@@ -30,9 +34,6 @@ QWEN_TOKENS = {
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
-
-
-# Flat patches, grids and mrope: the Qwen-VL line and GLM-4V
 
 
 def grid_item(seed: int, patch_values: int = 96) -> MediaItem:
@@ -96,10 +97,7 @@ CASES["qwen2_vl"] = Case(
 CASES["qwen2_5_vl"] = Case(
     lambda: hf.Qwen2_5_VLConfig(
         text_config=QWEN_TEXT,
-        vision_config={
-            **WINDOW_VISION,
-            "tokens_per_second": 2,
-        },
+        vision_config={**WINDOW_VISION, "tokens_per_second": 2},
         **QWEN_TOKENS,
     ),
     {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, seconds=True)},
@@ -165,4 +163,165 @@ CASES["glm4v_moe"] = Case(
     ),
     {IMAGE: grid_item},
     grid_kwargs,
+)
+
+
+def square_patches(seed: int) -> MediaItem:
+    """Patches as (n, channels, side, side) instead of flat rows."""
+    item = grid_item(seed, 48)
+    item.fields["pixel_values"] = item.fields["pixel_values"].view(-1, 3, 4, 4)
+    return item
+
+
+for name, config in (("glm46v", hf.Glm46VConfig), ("glmga", hf.GlmgaConfig)):
+    CASES[name] = Case(
+        lambda config=config: config(
+            text_config={"model_type": "glm4v_text", **TEXT, "rope_parameters": GLM_ROPE},
+            vision_config={"model_type": "glm4v_vision", **GLM_VISION},
+            **GLM_TOKENS,
+        ),
+        {IMAGE: grid_item},
+        grid_kwargs,
+    )
+CASES["glm_ocr"] = Case(
+    lambda: hf.GlmOcrConfig(
+        text_config={**TEXT, "head_dim": 8, "rope_parameters": GLM_ROPE},
+        vision_config=GLM_VISION,
+        **GLM_TOKENS,
+    ),
+    {IMAGE: grid_item},
+    grid_kwargs,
+)
+CASES["exaone4_5"] = Case(
+    lambda: hf.Exaone4_5_Config(
+        text_config={"model_type": "exaone4", **TEXT, **HYBRID},
+        vision_config={**WINDOW_VISION, "num_key_value_heads": 1},
+        image_token_id=IMG_TOKEN,
+        video_token_id=VID_TOKEN,
+    ),
+    {IMAGE: grid_item, VIDEO: video_item},
+)
+CASES["cohere_compass"] = Case(
+    lambda: hf.CohereCompassConfig(
+        text_config={
+            **TEXT,
+            **HYBRID,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"sliding_attention": MROPE, "full_attention": None},
+        },
+        vision_config=QWEN3_VISION,
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, per_frame=True)},
+    grid_kwargs,
+)
+CASES["paddleocr_vl"] = Case(
+    lambda: hf.PaddleOCRVLConfig(
+        text_config={
+            **TEXT,
+            "head_dim": 8,
+            "rope_parameters": MROPE,
+            "tie_word_embeddings": False,
+        },
+        vision_config={**CLIP, "image_size": 32, "spatial_merge_size": 2},
+        tie_word_embeddings=False,
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: square_patches},
+    grid_kwargs,
+)
+CASES["hyperclovax_vision_v2"] = Case(
+    lambda: hf.HyperCLOVAXVisionV2Config(
+        text_config={"model_type": "hyperclovax", **TEXT, "head_dim": 8, "logits_scaling": 0.25},
+        vision_config={
+            "model_type": "qwen2_5_vl_vision",
+            **WINDOW_VISION,
+            "out_hidden_size": 24,
+        },
+        image_token_id=IMG_TOKEN,
+        video_token_id=VID_TOKEN,
+    ),
+    {IMAGE: grid_item, VIDEO: video_item},
+)
+CASES["muse_glimmer"] = Case(
+    lambda: hf.MuseGlimmerConfig(
+        text_config={**TEXT, "head_dim": 8, **HYBRID, "layer_rope_theta": [10000.0, 0]},
+        vision_config={
+            "patch_size": 4,
+            "pos_emb_height": 8,
+            "pos_emb_width": 8,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "patch_temporal": 2,
+            "max_position_embeddings": 64,
+            "layer_types": ["window_attention", "full_attention"],
+        },
+        out_hidden_size=64,
+        projector_hidden_size=24,
+        image_token_id=IMG_TOKEN,
+        video_token_id=VID_TOKEN,
+    ),
+    {IMAGE: grid_item},
+)
+CASES["cosmos3_edge"] = Case(
+    lambda: hf.Cosmos3EdgeConfig(
+        text_config={**QWEN_TEXT, "head_dim": 8},
+        vision_config={**CLIP, "num_patches": 64, "spatial_merge_size": 2},
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: lambda seed: grid_item(seed, 48)},
+    grid_kwargs,
+)
+CASES["cosmos3_omni"] = Case(
+    lambda: hf.Cosmos3OmniConfig(
+        text_config={"model_type": "qwen3_vl_text", **QWEN_TEXT, "head_dim": 8},
+        vision_config={"model_type": "qwen3_vl_vision", **QWEN3_VISION},
+        **QWEN_TOKENS,
+    ),
+    {IMAGE: grid_item, VIDEO: lambda seed: video_item(seed, per_frame=True)},
+    grid_kwargs,
+)
+CASES["kimi_k25"] = Case(
+    lambda: hf.Kimi_K25Config(
+        text_config={
+            "model_type": "deepseek_v3",
+            **TEXT,
+            **LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+        vision_config={
+            "patch_size": 4,
+            "pos_emb_height": 8,
+            "pos_emb_width": 8,
+            "pos_emb_time": 4,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "merge_kernel_size": [2, 2],
+        },
+        projection_hidden_size=16,
+        tie_word_embeddings=False,
+        image_token_id=IMG_TOKEN,
+        video_token_id=VID_TOKEN,
+    ),
+    {IMAGE: square_patches},
+)
+
+
+def sized_grid(seed: int) -> MediaItem:
+    item = grid_item(seed, 48)
+    item.fields["image_merge_sizes"] = torch.tensor([2])
+    return item
+
+
+CASES["video_llama_3"] = Case(
+    lambda: hf.VideoLlama3Config(
+        text_config=QWEN2, vision_config={**CLIP, "hidden_size": 32}, **QWEN_TOKENS
+    ),
+    {IMAGE: sized_grid},
 )

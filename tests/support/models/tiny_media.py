@@ -11,6 +11,7 @@ import transformers as hf
 from tests.support import tiny_processors
 from tests.support.models.tiny_checkpoints import QWEN2, widen
 from tests.support.models.tiny_grids import QWEN_TEXT, VISION
+from tests.support.models.tiny_sounds import QWEN_SOUND
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
@@ -29,11 +30,7 @@ def save_tiny_audio(path: Path) -> None:
         text_config=text,
         audio_config={
             "model_type": "qwen2_audio_encoder",
-            "num_mel_bins": 8,
-            "d_model": 16,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 32,
+            **QWEN_SOUND,
             "max_source_positions": 1500,
         },
         audio_token_index=processor.tokenizer.convert_tokens_to_ids("<|AUDIO|>"),

@@ -29,24 +29,17 @@ from tests.support.models.tiny_grids import (
     grid_item,
     video_item,
 )
+from tests.support.models.tiny_sounds import QWEN_SOUND
 
 SOUND_START, SOUND_END = 9, 10
-AUDIO_TOWER = {
-    "num_mel_bins": 8,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "max_source_positions": 16,
-    "output_dim": 32,
-}
+AUDIO_TOWER = {**QWEN_SOUND, "output_dim": 32}
 MARKS = {"vision_start_token_id": START, "audio_start_token_id": SOUND_START}
 
 
-def clip_item(seed: int) -> MediaItem:
-    """Of a second and a half or more for each pair of frames."""
+def clip_item(seed: int, shortest: float = 1.5) -> MediaItem:
+    """Of `shortest` seconds or more for each pair of frames."""
     item = video_item(seed)
-    item.fields["video_second_per_grid"] = torch.tensor([1.5 + seed % 3])
+    item.fields["video_second_per_grid"] = torch.tensor([shortest + seed % 3])
     return item
 
 
@@ -103,13 +96,6 @@ def long_sound(seed: int) -> MediaItem:
     return sound_item(frames, 13 * (frames // 100) + last, seed)
 
 
-def odd_clip(seed: int) -> MediaItem:
-    """Times that are no whole positions."""
-    item = video_item(seed)
-    item.fields["video_second_per_grid"] = torch.tensor([0.3 + seed % 3])
-    return item
-
-
 THINKER_3: dict[str, Any] = {
     "text_config": {
         **QWEN_TEXT,
@@ -131,7 +117,11 @@ THINKER_3: dict[str, Any] = {
     "position_id_per_seconds": 13,
     **MARKS,
 }
-ITEMS_3 = {IMAGE: grid_item, VIDEO: odd_clip, AUDIO: long_sound}
+ITEMS_3 = {
+    IMAGE: grid_item,
+    VIDEO: lambda seed: clip_item(seed, 0.3),  # times that are no whole positions
+    AUDIO: long_sound,
+}
 CASES["qwen3_omni_moe_thinker"] = Case(
     lambda: hf.Qwen3OmniMoeThinkerConfig(**THINKER_3), ITEMS_3, omni_kwargs
 )
