@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.support.media_files import mp4, tone
 from tests.support.models.tiny_media import save_tiny_audio, save_tiny_video
 from tests.support.processes.chat_page import (
     MARKS,
@@ -42,38 +42,10 @@ BROWSER_FLAGS = [
 ]
 
 
-def sound(hertz: float, seconds: float = 0.5, rate: int = 16000) -> bytes:
-    """A tone as a WAV file."""
-    times = np.arange(int(seconds * rate)) / rate
-    samples = (np.sin(times * hertz * 2 * np.pi) * 20_000).astype("<i2")
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(1)
-        writer.setsampwidth(2)
-        writer.setframerate(rate)
-        writer.writeframes(samples.tobytes())
-    return file.getvalue()
-
-
-def clip(shade: int) -> bytes:
-    """Eight frames as an MP4 file."""
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for index in range(8):
-            pixels = np.full((48, 64, 3), (shade + index * 20) % 256, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    return buffer.getvalue()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def microphone() -> Iterator[None]:
     """What Chromium's stand-in plays, again and again."""
-    _SOUND.write_bytes(sound(HEARD_HERTZ, 2.0, 48000))
+    _SOUND.write_bytes(tone(HEARD_HERTZ, 2.0, 48000))
     yield
     _SOUND.unlink()
 
@@ -171,7 +143,7 @@ def test_dropped_sounds_are_answered_as_over_the_api(listener: Any, open_page: A
     greedy(page)
     texts = []
     for hertz in (200.0, 900.0):
-        data = sound(hertz)
+        data = tone(hertz)
         bring(page, "drop", f"{hertz:g}.wav", "audio/wav", data)
         expect(page.locator("#chips figure")).to_contain_text(f"{hertz:g}.wav")
         texts.append(ask(page, "what is here?"))
@@ -187,7 +159,7 @@ def test_a_video_is_shown_and_answered_as_over_the_api(watcher: Any, open_page: 
     greedy(page)
     texts = []
     for shade in (0, 120):
-        data = clip(shade)
+        data = mp4(8, rate=8, size=(64, 48), first=shade, step=20)
         bring(page, "drop", f"clip-{shade}.mp4", "video/mp4", data)
         texts.append(ask(page, "what is it?"))
         url = data_url("video/mp4", data)

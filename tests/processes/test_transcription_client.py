@@ -7,32 +7,17 @@ the same audio and words in a chat, and another recording gives another text.
 from __future__ import annotations
 
 import base64
-import io
-import wave
 from pathlib import Path
 
-import numpy as np
 import openai
 import pytest
 
+from tests.support.media_files import tone
 from tests.support.models.tiny_media import save_tiny_audio
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 NAME = "tiny-audio"
 NUM_TOKENS = 24
-
-
-def sound(frequency: float) -> bytes:
-    """Half a second as a WAV file."""
-    times = np.arange(8000) / 16000
-    samples = (np.sin(times * frequency * 2 * np.pi) * 20_000).astype("<i2")
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(1)
-        writer.setsampwidth(2)
-        writer.setframerate(16000)
-        writer.writeframes(samples.tobytes())
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +33,7 @@ def test_texts_are_those_of_a_chat_about_the_recording(served):
     with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
         texts = []
         for frequency in (200, 900):
-            data = sound(frequency)
+            data = tone(frequency)
             options = {
                 "model": NAME, "file": ("a.wav", data), "language": "en",
                 "extra_body": {"max_completion_tokens": NUM_TOKENS},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import wave
 
 import numpy as np
 from PIL import Image
@@ -35,17 +36,31 @@ def wav(seconds: float) -> bytes:
     return buffer.getvalue()
 
 
-def mp4(num_frames: int) -> bytes:
+def tone(hertz: float, seconds: float = 0.5, rate: int = 16000) -> bytes:
+    """As a WAV file of 16 bits."""
+    times = np.arange(int(seconds * rate)) / rate
+    samples = (np.sin(times * hertz * 2 * np.pi) * 20_000).astype("<i2")
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        writer.writeframes(samples.tobytes())
+    return buffer.getvalue()
+
+
+def mp4(
+    num_frames: int, rate: int = 4, size: tuple[int, int] = (48, 32), first: int = 0, step: int = 9
+) -> bytes:
+    """Frames of one shade each: that of the first, and how much brighter the next ones are."""
     import av
 
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         for index in range(num_frames):
-            pixels = np.full((32, 48, 3), index * 9, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
+            pixels = np.full((size[1], size[0], 3), (first + index * step) % 256, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
     return buffer.getvalue()

@@ -17,6 +17,7 @@ from foveal_runtime.frontend.media.hashing import decode_data_url
 from foveal_runtime.frontend.media.timed import _read_frames, decode_audio, decode_video
 from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
+from tests.support.media_files import mp4
 
 LIMITS = ModalityLimits(max_bytes=1 << 20, max_pixels=100_000, max_seconds=2.0, max_frames=8)
 
@@ -289,18 +290,8 @@ def test_audio_too_short_for_the_models_rate():
         decode_audio(wav(1 / 48000, 48000), LIMITS, 16000)
 
 
-def video(num_frames: int, size: tuple[int, int] = (32, 24), fps: int = 8) -> bytes:
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
-        for index in range(num_frames):
-            pixels = np.full((size[1], size[0], 3), index * 20 % 256, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    return buffer.getvalue()
+def video(num_frames: int, size: tuple[int, int] = (32, 24)) -> bytes:
+    return mp4(num_frames, rate=8, size=size, step=20)
 
 
 def every_third(total: int, fps: float, width: int, height: int) -> list[int]:

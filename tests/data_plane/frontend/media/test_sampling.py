@@ -7,8 +7,6 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-import av
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -16,6 +14,7 @@ from foveal_runtime.frontend.media.hashing import decode_data_url
 from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.wire.item import view_item
+from tests.support.media_files import mp4
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
@@ -40,17 +39,8 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return find
 
 
-def mp4(num_frames: int) -> bytes:
-    """Ten frames a second."""
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
-        for index in range(num_frames):
-            pixels = np.full((32, 48, 3), index * 4, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return buffer.getvalue()
+def video(num_frames: int) -> bytes:
+    return mp4(num_frames, rate=10, step=4)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +57,7 @@ def test_options_choose_the_frames(
     load: Load, name: str, options: dict[str, Any], indices: list[int]
 ) -> None:
     """`fps` of Gemma 4 and `max_frames` of Qwen2-VL were passed over in silence."""
-    assert load(name).decode(1, mp4(60), options).indices == indices
+    assert load(name).decode(1, video(60), options).indices == indices
 
 
 @pytest.mark.parametrize(
@@ -75,14 +65,14 @@ def test_options_choose_the_frames(
 )
 def test_options_that_choose_nothing_are_refused(load: Load, name: str, option: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{option} is not an option"):
-        load(name).decode(1, mp4(60), {option: 4})
+        load(name).decode(1, video(60), {option: 4})
 
 
 @pytest.mark.parametrize("num_frames", [1, 8])
 def test_what_cannot_be_sampled_names_the_option(load: Load, num_frames: int) -> None:
     """It was said that the video cannot be read."""
     with pytest.raises(InvalidRequest, match="3 frames cannot be sampled so") as caught:
-        load("qwen2_vl").decode(1, mp4(3), {"num_frames": num_frames})
+        load("qwen2_vl").decode(1, video(3), {"num_frames": num_frames})
     assert caught.value.param == "mm_processor_kwargs.num_frames"
 
 
@@ -90,7 +80,7 @@ def test_what_cannot_be_sampled_names_the_option(load: Load, num_frames: int) ->
 @pytest.mark.parametrize("num_frames", [1, 2, 3])
 def test_short_videos_are_taken_whole(load: Load, name: str, num_frames: int) -> None:
     processor = load(name)
-    frames = processor.decode(1, mp4(num_frames), {})
+    frames = processor.decode(1, video(num_frames), {})
     assert set(frames.indices) == ({0} if name == "glm4v" else set(range(num_frames)))
     assert view_item(processor.process(1, frames, {})).header.embed_runs
 
