@@ -16,7 +16,7 @@ from collections.abc import Container
 import msgspec
 
 from foveal_operator.kube.kinds import CONFIG_MAP, INFERENCE, INSTANCE, Kind
-from foveal_operator.kube.types import NamespacedName, Obj
+from foveal_operator.kube.types import NamespacedName, Obj, label_of
 
 MAX_TOMBSTONES = 20_000
 MAX_UNPACKED = 128
@@ -33,7 +33,7 @@ def owner_of(kind: Kind, body: Obj) -> NamespacedName | None:
     metadata = body["metadata"]
     if kind is INFERENCE:
         return metadata["namespace"], metadata["name"]
-    name = metadata.get("labels", {}).get(INSTANCE)
+    name = label_of(body, INSTANCE)
     return (metadata["namespace"], name) if name else None
 
 

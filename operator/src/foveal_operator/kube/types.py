@@ -26,6 +26,16 @@ _STRATEGY_LABEL = "nvidia.com/gpu.sharing-strategy"
 _LABELLED = re.compile(r"(\d{1,9})(G?)")
 
 
+def label_of(body: Obj, key: str) -> str:
+    """The value of an object's label; "" without it."""
+    return str(body["metadata"].get("labels", {}).get(key, ""))
+
+
+def phase_of(pod: Obj) -> str:
+    """Pending, Running, Succeeded or Failed; "" when nobody has said yet."""
+    return str(pod.get("status", {}).get("phase", ""))
+
+
 def condition(body: Obj, kind: str) -> Obj:
     """The condition of this type in an object's status; {} when it is not there."""
     for found in body.get("status", {}).get("conditions") or ():

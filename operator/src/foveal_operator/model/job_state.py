@@ -18,7 +18,7 @@ from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
 from foveal_operator.common.clock import seconds
 from foveal_operator.kube.errors import denial
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.types import Obj, label_of
 from foveal_operator.manifests.context import Owned
 from foveal_operator.manifests.job import SETTINGS, TEMPLATE
 from foveal_operator.pods.diagnose import (
@@ -157,8 +157,7 @@ def read_job(
 
 
 def _job_name(pod: Obj) -> str:
-    labels = pod["metadata"].get("labels", {})
-    return str(labels.get("batch.kubernetes.io/job-name") or labels.get("job-name") or "")
+    return label_of(pod, "batch.kubernetes.io/job-name") or label_of(pod, "job-name")
 
 
 def _terminations(pods: Iterable[Obj]) -> Iterable[Obj]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import aiohttp
 import msgspec
 
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.types import Obj, label_of
 from foveal_operator.manifests.pods import PROGRESS_PORT_NAME, SESSION_GROUP_LABEL
 from foveal_operator.pods.diagnose import NEW_SECONDS, is_ready
 from foveal_operator.pods.metrics import Figures, History, PodReports, Seen, read_figures, report
@@ -107,7 +107,7 @@ class PodProber:
             found.append(
                 Seen(
                     pod=metadata["name"],
-                    group=str(metadata.get("labels", {}).get(SESSION_GROUP_LABEL, "")),
+                    group=label_of(pod, SESSION_GROUP_LABEL),
                     is_ready=is_ready(pod),
                     figures=known.figures if known and fresh else None,
                     history=known.history if known and fresh else None,

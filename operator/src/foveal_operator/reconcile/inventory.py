@@ -24,7 +24,7 @@ from foveal_operator.common.clock import Clock
 from foveal_operator.kube.cluster import ClusterReader
 from foveal_operator.kube.errors import ApiError, Forbidden, NotFound
 from foveal_operator.kube.kinds import DEVICE_CLASS, NODE, OPTIONAL, POD, RESOURCE_SLICE, Kind
-from foveal_operator.kube.types import Obj, allocatable, amount, device_bytes
+from foveal_operator.kube.types import Obj, allocatable, amount, device_bytes, phase_of
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.pods.scheduling import awaiting_nodes, could_take, is_closed
 
@@ -325,7 +325,7 @@ def count_free_devices(nodes: Iterable[Obj], pods: Iterable[Obj], resource: str)
     usable = {node["metadata"]["name"]: node for node in nodes if not is_closed(node)}
     free = sum(allocatable(node, resource) for node in usable.values())
     for pod in pods:
-        if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+        if phase_of(pod) in ("Succeeded", "Failed"):
             continue
         on = pod.get("spec", {}).get("nodeName")
         if on is None or on in usable:

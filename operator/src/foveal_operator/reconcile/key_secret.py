@@ -15,7 +15,7 @@ from foveal_operator.common.clock import Clock, seconds
 from foveal_operator.kube.cluster import Cluster
 from foveal_operator.kube.errors import ApiError, UserError
 from foveal_operator.kube.kinds import SECRET
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.types import Obj, label_of, phase_of
 from foveal_operator.manifests.curve_keys import curve_secret, make_keys
 from foveal_operator.manifests.pods import SESSION_GROUP_LABEL, session_group
 from foveal_operator.reconcile.apply import NameTaken, ObjectError, StillLeaving
@@ -92,7 +92,7 @@ class KeySecret:
         known = self._known.get(work.uid)
         if known is None:
             return True
-        waits = any(_phase(pod) == "Pending" for pod in work.serving_pods)
+        waits = any(phase_of(pod) == "Pending" for pod in work.serving_pods)
         return waits and self._clock.monotonic() - known >= WAITING_SECONDS
 
     def _is_young(self, work: Decision) -> bool:
@@ -110,11 +110,6 @@ def _are_in_use(work: Decision) -> bool:
     """A pod of the present session group has started, which it cannot without the Secret."""
     group = session_group(work.context)
     return any(
-        _phase(pod) == "Running"
-        and pod["metadata"].get("labels", {}).get(SESSION_GROUP_LABEL) == group
+        phase_of(pod) == "Running" and label_of(pod, SESSION_GROUP_LABEL) == group
         for pod in work.serving_pods
     )
-
-
-def _phase(pod: Obj) -> str:
-    return str(pod.get("status", {}).get("phase", ""))

@@ -26,7 +26,7 @@ from foveal_operator.kube.kinds import (
     Kind,
 )
 from foveal_operator.kube.store import Caches
-from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey
+from foveal_operator.kube.types import NamespacedName, Obj, ObjectKey, label_of, phase_of
 from foveal_operator.manifests import ClusterFacts
 from foveal_operator.manifests.budget_inputs import NodeFacts
 from foveal_operator.manifests.network import frontend_ports
@@ -308,24 +308,20 @@ class Observer:
         return tuple(
             pod
             for pod in self._all_pods(key, component)
-            if component == "model" or _phase(pod) not in ("Succeeded", "Failed")
+            if component == "model" or phase_of(pod) not in ("Succeeded", "Failed")
         )
 
     def _failed_pods(self, key: NamespacedName) -> tuple[Obj, ...]:
         every = (*self._all_pods(key, "engine"), *self._all_pods(key, "frontend"))
-        return tuple(pod for pod in every if _phase(pod) == "Failed")
+        return tuple(pod for pod in every if phase_of(pod) == "Failed")
 
     def _all_pods(self, key: NamespacedName, component: str) -> tuple[Obj, ...]:
         return tuple(
             pod
             for pod in self._caches.owned(POD, key)
-            if pod["metadata"].get("labels", {}).get(COMPONENT) == component
+            if label_of(pod, COMPONENT) == component
             and _may_be_ours(pod, f"{key[1]}-{component}", component)
         )
-
-
-def _phase(pod: Obj) -> str:
-    return str(pod.get("status", {}).get("phase", ""))
 
 
 def _may_be_ours(pod: Obj, workload: str, component: str) -> bool:

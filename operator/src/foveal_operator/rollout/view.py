@@ -15,7 +15,7 @@ from foveal_operator.api import reasons
 from foveal_operator.api.parse import InferenceSpec
 from foveal_operator.common.clock import seconds
 from foveal_operator.kube.kinds import CLAIM_TEMPLATE, CONFIG_MAP
-from foveal_operator.kube.types import Obj, ObjectKey, condition
+from foveal_operator.kube.types import Obj, ObjectKey, condition, label_of
 from foveal_operator.manifests.pods import QUEUE_LABEL, REVISION_LABEL, SESSION_GROUP_LABEL
 from foveal_operator.pods.diagnose import diagnose, is_gated, is_ready
 from foveal_runtime.plan.quantity import parse
@@ -189,14 +189,11 @@ def read_pods(view: RolloutView, num_frontends: int) -> Pods:
     for raw in view.engine_pods:
         name = raw["metadata"]["name"]
         known = view.sessions.get(name)
-        has_session = known > 0 if known is not None else _group(raw) in groups
+        group = label_of(raw, SESSION_GROUP_LABEL)
+        has_session = known > 0 if known is not None else group in groups
         serves = is_ready(raw) and (has_session or num_frontends == 0)
         engines.append(_pod(view, raw, serves=serves))
     return Pods(engines=tuple(engines), frontends=frontends)
-
-
-def _group(raw: Obj) -> str:
-    return str(raw["metadata"].get("labels", {}).get(SESSION_GROUP_LABEL, ""))
 
 
 def _pod(view: RolloutView, raw: Obj, *, serves: bool) -> Pod:
@@ -208,8 +205,8 @@ def _pod(view: RolloutView, raw: Obj, *, serves: bool) -> Pod:
         name=name,
         uid=str(metadata.get("uid", "")),
         ordinal=int(suffix) if suffix.isdecimal() else -1,
-        revision=str(metadata.get("labels", {}).get(REVISION_LABEL, "")),
-        group=_group(raw),
+        revision=label_of(raw, REVISION_LABEL),
+        group=label_of(raw, SESSION_GROUP_LABEL),
         is_terminating=bool(metadata.get("deletionTimestamp")),
         is_ready=is_ready(raw),
         serves=serves,

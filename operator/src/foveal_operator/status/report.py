@@ -18,13 +18,13 @@ from foveal_operator.api.status import (
     ModelStatus,
     MultiModalInferenceStatus,
 )
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.types import Obj, label_of
 from foveal_operator.manifests import Desired
+from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.pods.diagnose import is_ready, last_failure
 from foveal_operator.status.conditions import to_conditions
 from foveal_operator.status.verdicts import (
     Observed,
-    revision_of,
     role_status,
     verdicts,
     wanted_revision,
@@ -77,7 +77,7 @@ def _last_failure(observed: Observed, desired: Desired | None) -> Failure | None
     """Of any pod: engine, frontend, or of a Job that is not through. Pods that have ended count in
     the present revision: a Deployment keeps them for long."""
     wanted = {wanted_revision(desired, kind) for kind in ("StatefulSet", "Deployment")} - {""}
-    ended = [pod for pod in observed.failed_pods if revision_of(pod) in wanted]
+    ended = [pod for pod in observed.failed_pods if label_of(pod, REVISION_LABEL) in wanted]
     pods = (*observed.engine_pods, *observed.frontend_pods, *ended)
     serving = last_failure(pods, observed.reports.peaks)
     found = [one for one in (serving, observed.model.failure) if one is not None]
@@ -86,7 +86,7 @@ def _last_failure(observed: Observed, desired: Desired | None) -> Failure | None
 
 def _serving_revision(pods: Iterable[Obj]) -> str:
     """The revision that most ready pods have."""
-    found = sorted(revision_of(pod) for pod in pods if is_ready(pod))
+    found = sorted(label_of(pod, REVISION_LABEL) for pod in pods if is_ready(pod))
     return max(found, key=found.count, default="")
 
 

@@ -16,7 +16,7 @@ from foveal_operator.api.status import Condition, RoleStatus
 from foveal_operator.common.clock import seconds
 from foveal_operator.common.versions import is_too_old
 from foveal_operator.kube.errors import denial
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.types import Obj, label_of
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.pods import REVISION_LABEL
 from foveal_operator.model.flow import ModelDecision
@@ -167,7 +167,7 @@ def role_status(
         workload=f"{kind}/{workload['metadata']['name']}" if workload else "",
         desired=asked,
         replicas=len(live),
-        updated=sum(1 for pod in live if revision_of(pod) == revision and revision),
+        updated=sum(1 for pod in live if label_of(pod, REVISION_LABEL) == revision and revision),
         ready=len(ready),
         available=len(ready),
         draining=len(pods) - len(live),
@@ -178,10 +178,6 @@ def role_status(
 def _applied(workload: Obj | None) -> int:
     """Replicas that the workload has now: more than are asked for while a rollout surges."""
     return int(workload.get("spec", {}).get("replicas", 1)) if workload else 0
-
-
-def revision_of(pod: Obj) -> str:
-    return str(pod["metadata"].get("labels", {}).get(REVISION_LABEL, ""))
 
 
 def wanted_revision(desired: Desired | None, kind: str) -> str:
@@ -201,7 +197,7 @@ def _role_ready(
     revision = wanted_revision(desired, kind)
     if not revision:
         return verdict(condition, False, reasons.WAITING, "no pods are asked for yet")
-    current = [pod for pod in pods if revision_of(pod) == revision]
+    current = [pod for pod in pods if label_of(pod, REVISION_LABEL) == revision]
     ready = sum(1 for pod in current if is_ready(pod))
     if role.desired == 0:
         return verdict(condition, True, reasons.SCALED_TO_ZERO, "no replicas are asked for")
@@ -219,7 +215,7 @@ def _role_ready(
         if old := _too_old(current, observed):
             return verdict(condition, True, reasons.VERSION_SKEW, f"{text}; {old}")
         return verdict(condition, True, reasons.SERVING, text)
-    ended = [pod for pod in observed.failed_pods if revision_of(pod) == revision]
+    ended = [pod for pod in observed.failed_pods if label_of(pod, REVISION_LABEL) == revision]
     told = [*current, *(pod for pod in ended if not is_made_up_for(pod, current))]
     # An engine's name is free only when the one before has gone, whichever revision it is of.
     now = seconds(observed.now) if kind == "StatefulSet" else 0.0

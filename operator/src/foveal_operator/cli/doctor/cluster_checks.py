@@ -23,6 +23,7 @@ from foveal_operator.kube.types import (
     allocatable,
     condition,
     device_bytes,
+    label_of,
     num_shares,
 )
 from foveal_runtime.plan.quantity import short_bytes
@@ -169,7 +170,7 @@ def namespace_findings(reader: Reader) -> Iterator[Finding]:
     if found["metadata"].get("deletionTimestamp"):
         yield fail(area, f"{reader.namespace} is being deleted", "use another namespace")
         return
-    level = found["metadata"].get("labels", {}).get("pod-security.kubernetes.io/enforce", "")
+    level = label_of(found, "pod-security.kubernetes.io/enforce")
     said = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
     yield ok(area, f"{reader.namespace} {said}; Foveal's pods meet restricted")
     yield from _quotas(reader)

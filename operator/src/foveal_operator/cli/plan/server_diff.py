@@ -14,7 +14,7 @@ import msgspec
 
 from foveal_operator.cli.terminal import Style, wrapped
 from foveal_operator.kube.diff import Change, diff, restart_reasons
-from foveal_operator.kube.types import Obj
+from foveal_operator.kube.types import Obj, label_of
 from foveal_operator.manifests import Desired
 from foveal_operator.manifests.model_source import as_it_can_be
 from foveal_operator.manifests.pods import REVISION_LABEL
@@ -111,7 +111,7 @@ def _restart(
         sorted(
             pod["metadata"]["name"]
             for pod in pods.get(role, ())
-            if pod["metadata"].get("labels", {}).get(REVISION_LABEL) != revision
+            if label_of(pod, REVISION_LABEL) != revision
         )
     )
     if not names:
