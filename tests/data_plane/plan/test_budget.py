@@ -326,7 +326,7 @@ def test_what_cannot_run_is_refused_with_figures_and_edits(
     result = plan(inputs, profile)
     assert reason in reasons(result)
     problem = next(p for p in result.problems if p.reason == reason)
-    assert problem.shortfall > 0
+    assert problem.needed > problem.available
     assert edit in problem.message
 
 

@@ -60,7 +60,7 @@ def read_resource(path: str, namespace: str = "") -> InferenceSpec:
     return _read_both(path, namespace)[1]
 
 
-def read_resource_object(path: str, namespace: str = "") -> dict[str, Any]:
+def read_resource_object(path: str, namespace: str) -> dict[str, Any]:
     """The same as it stands in the file, once it has been found in order."""
     return _read_both(path, namespace)[0]
 

@@ -105,7 +105,7 @@ def _shape_of(path: str) -> Any:
 class KubeReader:
     """The real one. Raises NotConfiguredError, or ClusterAnswerError for a malformed kubeconfig."""
 
-    def __init__(self, kubeconfig: str = "", context: str = "", namespace: str = "") -> None:
+    def __init__(self, kubeconfig: str, context: str, namespace: str) -> None:
         from kubernetes import client, config
 
         configuration = client.Configuration()

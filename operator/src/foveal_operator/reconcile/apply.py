@@ -83,7 +83,7 @@ class StillLeaving(Transient):
         super().__init__(text, 409, LEAVING_SECONDS)
 
 
-def standing(live: Obj, owner: Owner, *, is_retained: bool = False) -> Standing:
+def standing(live: Obj, owner: Owner, *, is_retained: bool) -> Standing:
     """Whose a live object is.
 
     Args:

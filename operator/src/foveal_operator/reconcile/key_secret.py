@@ -9,7 +9,7 @@ pods are replaced in the order of any rollout), and only then are keys made.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import secrets
 
 from foveal_operator.common.clock import Clock, seconds
 from foveal_operator.kube.cluster import Cluster
@@ -31,12 +31,9 @@ YOUNG_SECONDS = 60.0
 class KeySecret:
     """One for all resources; `forget` when a resource is gone."""
 
-    def __init__(
-        self, cluster: Cluster, clock: Clock, random_bytes: Callable[[int], bytes]
-    ) -> None:
+    def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._random_bytes = random_bytes
         self._known: dict[str, float] = {}
 
     async def is_lost(self, work: Decision) -> bool:
@@ -73,13 +70,13 @@ class KeySecret:
     async def ensure(self, work: Decision) -> None:
         """Makes it, unless it is there. Raises ObjectError."""
         if self._is_due(work):
-            keys = make_keys(self._random_bytes)
+            keys = make_keys(secrets.token_bytes)
             await self._create(curve_secret(work.context, keys), dry_run=False)
             self._known[work.uid] = self._clock.monotonic()
 
     def new_generation(self) -> str:
         """A name that no earlier set of keys had."""
-        return self._random_bytes(4).hex()
+        return secrets.token_hex(4)
 
     def doubt(self) -> None:
         """Somebody may have deleted any of them meanwhile."""

@@ -9,8 +9,6 @@ miss.
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable
 
 import msgspec
 
@@ -91,12 +89,11 @@ class Reconciler:
         clock: Clock,
         settings: Settings,
         observe_pods: ObservePods,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._cluster = cluster
         self._caches = caches
         self._recorder = recorder
-        self._keys = KeySecret(cluster, clock, random_bytes)
+        self._keys = KeySecret(cluster, clock)
         self._observer = Observer(
             cluster,
             caches,

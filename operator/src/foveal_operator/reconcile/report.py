@@ -73,7 +73,7 @@ class Teller:
         telemetry: Telemetry,
         clock: Clock,
         rivals: Rivals,
-        version: str = "",
+        version: str,
     ) -> None:
         self._cluster = cluster
         self._caches = caches

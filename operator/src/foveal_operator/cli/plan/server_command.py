@@ -160,7 +160,7 @@ class ReadOnlyCluster:
 
 
 def list_objects(
-    reader: Reader, kind: Kind, namespace: str | None, selector: str = "", fields: str = ""
+    reader: Reader, kind: Kind, namespace: str | None, selector: str, fields: str = ""
 ) -> list[Obj]:
     """All pages. Raises ClusterAnswerError."""
     query = {"limit": PAGE, **({"labelSelector": selector} if selector else {})}
@@ -255,8 +255,8 @@ async def look_as_operator(
     resource: Obj,
     settings: Settings,
     *,
-    profile: ModelProfile | None = None,
-    nodes: NodeFacts | None = None,
+    profile: ModelProfile | None,
+    nodes: NodeFacts | None,
 ) -> tuple[Decision, Caches]:
     """One pass over the resource, as far as its decisions. Raises SpecError, ClusterAnswerError.
 

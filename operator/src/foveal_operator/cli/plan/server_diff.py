@@ -61,10 +61,10 @@ def server_diff(
     wanted: Desired,
     find: Find,
     pods: Mapping[str, tuple[Obj, ...]],
-    unwanted: tuple[tuple[str, str], ...] = (),
-    how: str = "",
-    jobs: tuple[Obj, ...] = (),
-    taken: Mapping[tuple[str, str], str] = {},
+    unwanted: tuple[tuple[str, str], ...],
+    how: str,
+    jobs: tuple[Obj, ...],
+    taken: Mapping[tuple[str, str], str],
 ) -> ServerDiff:
     """`pods` by role; `unwanted` are (kind, name) of objects that would be deleted, `jobs` those
     that the model needs, `taken` what has another owner."""

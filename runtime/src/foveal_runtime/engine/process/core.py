@@ -69,11 +69,11 @@ class EngineCore:
         *,
         send: Callable[[str, DownMessage], None],
         clock: Callable[[], float],
-        events: EventLog | None = None,
-        warm: WarmSet | None = None,
-        unpin_encoded: bool = False,
-        run_ahead: bool = False,
-        record: StepRecord | None = None,
+        events: EventLog | None,
+        warm: WarmSet | None,
+        unpin_encoded: bool,
+        run_ahead: bool,
+        record: StepRecord | None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner

@@ -65,7 +65,7 @@ class HealthServer:
         live: Callable[[], str],
         ready: Callable[[], str],
         metrics: Callable[[], bytes],
-        inspect: Callable[[], bytes | None] = lambda: None,
+        inspect: Callable[[], bytes | None],
     ) -> None:
         checks = {"/livez": live, "/readyz": ready}
 

@@ -205,7 +205,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         reason: CamelCase constant, also the condition's reason detail.
-        needed, available, unit: bytes, tokens or embeds; the shortfall is their difference.
+        needed, available, unit: bytes, tokens or embeds.
         edits: single edits, each of which removes the problem.
         together: edits that make the resource fit when all of them are made, where no single one
             does.
@@ -220,10 +220,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     edits: tuple[Edit, ...] = ()
     together: tuple[Edit, ...] = ()
-
-    @property
-    def shortfall(self) -> int:
-        return self.needed - self.available
 
     @property
     def message(self) -> str:
