@@ -20,7 +20,6 @@ from mirror_world import Link, Task, Violation, World, mm_hash
 
 from foveal_runtime.mirror.admission import State
 from foveal_runtime.mirror.receiver import Receiver, ReceiverLimits
-from foveal_runtime.mirror.sender import Sender
 from foveal_runtime.mirror.store import Entry
 from foveal_runtime.plan.errors import MediaTooLarge
 from foveal_runtime.plan.media import MMHash
@@ -33,15 +32,9 @@ FAULTS = (
 
 
 class Run:
-    """One seeded run. `weak` replaces the state machines by weakened ones (checker's tests)."""
+    """One seeded run. `receiver_type` may be a weakened one (the checker's tests)."""
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        receiver_type: type[Receiver] = Receiver,
-        sender_type: type[Sender] = Sender,
-    ) -> None:
+    def __init__(self, seed: int, *, receiver_type: type[Receiver] = Receiver) -> None:
         self.rng = rng = random.Random(seed)
         num_items = rng.randint(1, 6)
         self.sizes = [rng.choice((1, 2, 3, 4, 4, 8)) for _ in range(num_items)]
@@ -62,7 +55,6 @@ class Run:
             self.sizes,
             limits,
             receiver_type=receiver_type,
-            sender_type=sender_type,
             codec=rng.random() < 0.3,
         )
         self.faults = rng.choice((0, 2, 4, 8, 16))

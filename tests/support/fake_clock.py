@@ -15,7 +15,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 class FakeTime:
     """`clock` is what the code under test gets."""
 
-    def __init__(self, chance: float = 0.5) -> None:
+    def __init__(self) -> None:
         self.now = 1000.0
         self._count = itertools.count()
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
@@ -23,7 +23,7 @@ class FakeTime:
             monotonic=lambda: self.now,
             wall=lambda: START + timedelta(seconds=self.now - 1000.0),
             sleep=self._sleep,
-            random=lambda: chance,
+            random=lambda: 0.5,
         )
 
     async def _sleep(self, seconds: float) -> None:

@@ -88,12 +88,12 @@ class Registry(LoopbackServer):
         config = {"mediaType": f"{_OCI}.config.v1+json", "digest": digest_of(b"{}"), "size": 2}
         return self.put({"config": config, "layers": found}, MANIFEST, tag)
 
-    def push_index(self, images: Sequence[tuple[str, str]], tag: str = "1") -> str:
+    def push_index(self, images: Sequence[tuple[str, str]]) -> str:
         """An index of (OS/ARCHITECTURE, digest of an image); returns its digest."""
         found = [{"mediaType": MANIFEST, "digest": digest, "size": len(self.manifests[digest][1]),
                   "platform": dict(zip(("os", "architecture"), name.split("/"), strict=True))}
                  for name, digest in images]  # fmt: skip
-        return self.put({"manifests": found}, INDEX, tag)
+        return self.put({"manifests": found}, INDEX, "1")
 
     def put(self, content: dict[str, Any], kind: str, tag: str) -> str:
         body = json.dumps({"schemaVersion": 2, "mediaType": kind, **content}).encode()

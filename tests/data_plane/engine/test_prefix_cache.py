@@ -16,12 +16,12 @@ def _item(key: bytes, offset: int, length: int) -> MMInput:
     return MMInput(key, 0, PlaceholderRange(offset, length, ((0, length),)))
 
 
-def _hashes(tokens, items=(), salt=b"", namespace=b"", size=4):
+def _hashes(tokens, items=(), salt=b"", namespace=b""):
     request = Request(
         "r", list(tokens), SamplingParams(max_tokens=1), mm_inputs=tuple(items),
         values=(b"",) * len(items), cache_salt=salt,
     )  # fmt: skip
-    BlockHasher(size, namespace).extend(request, len(tokens))
+    BlockHasher(4, namespace).extend(request, len(tokens))
     return request.block_hashes
 
 

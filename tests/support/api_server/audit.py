@@ -23,7 +23,6 @@ class Audit:
     """The rules and what they remember.
 
     Args:
-        managers: field managers that may write.
         needs_lease: writes are only for the holder of the Lease (its client, for as long as it
             renewed it for).
         num_devices: the most devices a resource's engines may ask for, by (namespace, name).
@@ -31,14 +30,12 @@ class Audit:
 
     def __init__(
         self,
-        managers: frozenset[str] = frozenset({"foveal-operator"}),
         *,
         needs_lease: bool = False,
         num_devices: Callable[[str, str], int] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.violations: list[str] = []
-        self._managers = managers
         self._needs_lease = needs_lease
         self._num_devices = num_devices
         self._now = now
@@ -70,7 +67,7 @@ class Audit:
     def _is_signed(self, call: Call) -> None:
         """An unknown manager owns fields that nobody ever takes back."""
         manager = call.query.get("fieldManager", "")
-        if call.verb not in ("delete", "deletecollection") and manager not in self._managers:
+        if call.verb not in ("delete", "deletecollection") and manager != "foveal-operator":
             self._note(call, f"writes as field manager {manager!r}")
 
     def _deletes_what_it_saw(self, call: Call) -> None:

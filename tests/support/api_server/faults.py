@@ -95,22 +95,22 @@ def lose_answer(when: When, times: int | None = 1) -> Fault:
     return Fault(when, act, times)
 
 
-def delay(when: When, seconds: float, times: int | None = 1) -> Fault:
+def delay(when: When, seconds: float) -> Fault:
     async def act(call: Call, forward: Forward) -> Answer:
         await asyncio.sleep(seconds)
         return await forward()
 
-    return Fault(when, act, times)
+    return Fault(when, act, 1)
 
 
-def black_hole(when: When, times: int | None = None) -> Fault:
+def black_hole(when: When) -> Fault:
     """No answer at all, until the client gives up."""
 
     async def act(call: Call, forward: Forward) -> Answer:
         await asyncio.Event().wait()
         raise AssertionError("never set")
 
-    return Fault(when, act, times)
+    return Fault(when, act, None)
 
 
 def kill(when: When, pid: Pid, *, after_commit: bool) -> Fault:

@@ -17,10 +17,10 @@ from foveal_operator.manifests.pods import REVISION_LABEL
 _HASH = re.compile(r"[0-9a-f]{10}")
 
 
-def stable(children: dict[str, Obj], namespace: str, name: str = "qwen") -> dict[str, Obj]:
+def stable(children: dict[str, Obj], namespace: str) -> dict[str, Obj]:
     """`children` by kind/name, with all that follows from the namespace replaced."""
     text = json.dumps(children, sort_keys=True)
-    text = text.replace(content_hash([namespace, name]), "DASHBOARD")
+    text = text.replace(content_hash([namespace, "qwen"]), "DASHBOARD")
     text = text.replace(namespace, "NAMESPACE")
     for key, obj in json.loads(text).items():
         suffix = key.rpartition("-")[2]
