@@ -28,8 +28,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,12 +173,10 @@ async def post(app: HttpApp, body: bytes) -> None:
     assert status == 200, status
 
 
-async def whole_requests(
-    folder: str, *, caches: bool, rounds: int
-) -> list[tuple[str, float, float]]:
-    """(what, CPU ms of the HTTP process, of the media worker) per request."""
+@asynccontextmanager
+async def frontend(folder: str, *, caches: bool) -> AsyncIterator[tuple[HttpApp, MediaWorkers]]:
+    """App and media worker, once the engine without a model is ready."""
     namespace = model_namespace(folder, "")
-    rows = []
     with engine_process(namespace, 1 << 30 if caches else 0) as endpoint:
         config = FrontendConfig(
             model=ModelConfig(path=folder, name="tiny"),
@@ -199,6 +197,17 @@ async def whole_requests(
         keep_collections_short()
         while not client.num_ready_engines():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        yield app, workers
+        await client.close()
+        await processor.close()
+
+
+async def whole_requests(
+    folder: str, *, caches: bool, rounds: int
+) -> list[tuple[str, float, float]]:
+    """(what, CPU ms of the HTTP process, of the media worker) per request."""
+    rows = []
+    async with frontend(folder, caches=caches) as (app, workers):
 
         async def measure(what: str, bodies: list[bytes]) -> None:
             pids = workers.pids()
@@ -219,8 +228,6 @@ async def whole_requests(
             await post(app, new.pop())
             await measure(f"{picture.name}, new", new)
             await measure(f"{picture.name}, repeated", [new[0]] * rounds)
-        await client.close()
-        await processor.close()
     return rows[1:]
 
 

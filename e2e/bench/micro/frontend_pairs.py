@@ -28,13 +28,7 @@ from pathlib import Path
 import uvloop
 
 from e2e.bench.micro import frontend_cpu as bench
-from foveal_runtime.frontend.engines.client import EngineClient
-from foveal_runtime.frontend.http.app import build_app
-from foveal_runtime.frontend.items.input_processor import MediaInput
-from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
-from foveal_runtime.plan.config import EngineAddress, FrontendConfig, ModelConfig
-from foveal_runtime.telemetry.memory import give_back_large_blocks, keep_collections_short
-from foveal_runtime.wire.namespace import model_namespace
+from foveal_runtime.telemetry.memory import give_back_large_blocks
 
 Costs = tuple[float, float]
 """CPU milliseconds a request, of the HTTP process and of the media worker."""
@@ -43,26 +37,7 @@ Costs = tuple[float, float]
 # ---- a frontend of one tree ---------------------------------------------------------------------
 async def answer_orders(folder: str) -> None:
     """Reads lines with the paths of bodies, posts them and writes what they cost."""
-    namespace = model_namespace(folder, "")
-    with bench.engine_process(namespace, 1 << 30) as endpoint:
-        config = FrontendConfig(
-            model=ModelConfig(path=folder, name="tiny"),
-            engines=(EngineAddress(endpoint=endpoint),),
-            processor_bytes=1 << 30,
-        )
-        workers = MediaWorkers(
-            WorkerSettings(
-                model_path=folder, namespace=namespace, limits=config.modalities, num_workers=1
-            )
-        )
-        info = await workers.start()
-        client = EngineClient(config, namespace)
-        processor = MediaInput(config, workers, info, knowledge=client)
-        app = build_app(config, processor=processor, info=info, generator=client)
-        await client.start()
-        keep_collections_short()
-        while not client.num_ready_engines():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    async with bench.frontend(folder, caches=True) as (app, workers):
         orders = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
@@ -76,8 +51,6 @@ async def answer_orders(folder: str) -> None:
             took = time.process_time() - began
             worked = bench.worker_seconds(workers.pids()) - worked
             print(json.dumps([s / len(bodies) * 1e3 for s in (took, worked)]), flush=True)
-        await client.close()
-        await processor.close()
 
 
 def read(path: str) -> bytes:
