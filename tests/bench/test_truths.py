@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import struct
 from types import SimpleNamespace
 
@@ -97,12 +96,7 @@ def test_lessons_that_share_an_image_learn_as_if_each_had_its_own(tmp_path) -> N
 @pytest.mark.extended
 @pytest.mark.parametrize("model", ASSEMBLED)
 def test_answers_are_those_of_the_items(model) -> None:
-    try:
-        asked, again, other = (truths(model, seed, 12) for seed in (1, 1, 2))
-    except packages.Unavailable as error:
-        if os.environ.get("FOVEAL_REAL_WEIGHTS"):
-            raise
-        pytest.skip(str(error))
+    asked, again, other = packages.or_skip(lambda: [truths(model, n, 12) for n in (1, 1, 2)])
     assert asked.answers == again.answers != other.answers
     sent = [questions[0].messages for questions in asked.trace.conversations]
     assert len({str(messages) for messages in sent}) == 4

@@ -37,12 +37,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    try:
-        return smollm2.folder()
-    except packages.Unavailable as error:
-        if ASKED:
-            raise
-        pytest.skip(str(error))
+    return packages.or_skip(smollm2.folder)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ shows in texts that mean something. Where a package cannot be had, the tests are
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +27,9 @@ WORDING = wordings.TRAINED[0]
 
 
 def checkpoint(kind: str) -> Path:
-    try:
-        if kind == "audio":
-            speech.speaker()
-        return assemble.folder(kind)
-    except packages.Unavailable as error:
-        if os.environ.get("FOVEAL_REAL_WEIGHTS"):
-            raise
-        pytest.skip(str(error))
+    if kind == "audio":
+        packages.or_skip(speech.speaker)
+    return packages.or_skip(lambda: assemble.folder(kind))
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def path():
-    try:
-        return minilm.folder()
-    except packages.Unavailable as error:
-        pytest.skip(str(error))
+    return packages.or_skip(minilm.folder)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 LIMIT_SECONDS = 900
 
@@ -23,6 +25,19 @@ class Unavailable(Exception):
 
 class Mismatch(Exception):
     """What was found is not what is pinned: no reason to skip a test."""
+
+
+def or_skip(find: Callable[[], T]) -> T:
+    """What `find` returns. Where it is Unavailable the test is skipped, or fails where
+    FOVEAL_REAL_WEIGHTS asks for it."""
+    import pytest
+
+    try:
+        return find()
+    except Unavailable as error:
+        if os.environ.get("FOVEAL_REAL_WEIGHTS"):
+            raise
+        pytest.skip(str(error))
 
 
 def cached(name: str, pinned: Path | Sequence[Path], make: Callable[[Path], None]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 
@@ -37,12 +36,7 @@ NUM_COMPILED = {"draft2020-12": 240, "draft7": 190}
 
 @pytest.fixture(scope="module", params=schema_suite.DRAFTS)
 def cases(request):
-    try:
-        return schema_suite.cases(request.param)
-    except packages.Unavailable as error:
-        if os.environ.get("FOVEAL_REAL_WEIGHTS"):
-            raise
-        pytest.skip(str(error))
+    return packages.or_skip(lambda: schema_suite.cases(request.param))
 
 
 @pytest.fixture(scope="module")
