@@ -27,12 +27,12 @@ def png(seed: int, width: int, height: int) -> bytes:
     return buffer.getvalue()
 
 
-def wav(seconds: float) -> bytes:
+def wav(seconds: float, rate: int = 8000) -> bytes:
     import soundfile
 
-    tone = np.sin(np.arange(int(seconds * 8000)) / 9).astype(np.float32)
+    samples = np.sin(np.arange(int(seconds * rate)) / 9).astype(np.float32)
     buffer = io.BytesIO()
-    soundfile.write(buffer, tone, 8000, format="WAV")
+    soundfile.write(buffer, samples, rate, format="WAV")
     return buffer.getvalue()
 
 

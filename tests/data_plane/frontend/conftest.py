@@ -1,21 +1,21 @@
-"""What the media tests share: workers without a model, pictures, part and option makers."""
+"""What the media tests share: workers without a model, pictures, tiny instances of processors."""
 
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import AsyncIterator, Callable
+from functools import cache
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from foveal_runtime.frontend.items.input_processor import MediaInput
 from foveal_runtime.frontend.media.workers import MediaWorkers, WorkerSettings
 from foveal_runtime.frontend.testing.fake import NoEngines
 from foveal_runtime.frontend.testing.fake_worker import InlineWorkers
 from foveal_runtime.plan.config import FrontendConfig, ModalitiesConfig, ModelConfig
+from tests.support.media_files import png
 
 FAKE = "foveal_runtime.frontend.testing.fake_worker"
 
@@ -24,18 +24,35 @@ FAKE = "foveal_runtime.frontend.testing.fake_worker"
 def picture() -> Callable[..., bytes]:
     """PNG bytes of a small picture that differs by seed."""
 
-    def make(seed: int = 0, side: int = 24) -> bytes:
-        noise = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(noise).save(buffer, "PNG")
-        return buffer.getvalue()
-
-    return make
+    return lambda seed=0, side=24: png(seed, side, side)
 
 
 @pytest.fixture
 def data_url() -> Callable[[bytes], str]:
     return lambda data: "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    from tests.support import tiny_processors
+
+    return tiny_processors
+
+
+@pytest.fixture(scope="session")
+def loaded(
+    tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Any, Any]]:
+    """name → (ItemProcessor, ProcessorInfo), made once."""
+    from foveal_runtime.frontend.media.processors import ItemProcessor
+
+    @cache
+    def load(name: str) -> tuple[Any, Any]:
+        path = tiny.save(name, tmp_path_factory.mktemp("models"))
+        processor = ItemProcessor(str(path), ModalitiesConfig())
+        return processor, processor.examine(b"n" * 16)
+
+    return load
 
 
 @pytest.fixture

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 from typing import Any
 
-import numpy as np
-from PIL import Image
+from tests.support.media_files import png
 
 
 def data_url(seed: int, side: int = 48) -> str:
-    pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    return "data:image/png;base64," + base64.b64encode(png(seed, side, side)).decode()
 
 
 def question(seed: int, uuid: str = "", *, with_url: bool = True) -> dict[str, Any]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 import pytest
-import soundfile
 
 from foveal_runtime.frontend.media.timed import decode_audio
-from foveal_runtime.plan.config import ModalitiesConfig, ModalityLimits
+from foveal_runtime.plan.config import ModalityLimits
 from foveal_runtime.plan.errors import MediaInvalid, MediaTooLarge
 from foveal_runtime.wire.item import view_item
-from tests.support.media_files import Pipe
+from tests.support.media_files import Pipe, wav
 
 RATE = 16000
 LIMITS = ModalityLimits(max_seconds=2.5)
@@ -78,67 +76,47 @@ def test_wav_whose_header_counts_nothing_is_read_to_its_end(riff: int) -> None:
     def opened(file: bytes) -> bytes:
         return file[:4] + riff.to_bytes(4, "little") + file[8:40] + bytes(4) + file[44:]
 
-    whole = tone(1.0)
+    whole = wav(1.0, RATE)
     assert np.array_equal(
         decode_audio(opened(whole), LIMITS, RATE), decode_audio(whole, LIMITS, RATE)
     )
     with pytest.raises(MediaTooLarge, match="lasts"):
-        decode_audio(opened(tone(3.5)), LIMITS, RATE)
+        decode_audio(opened(wav(3.5, RATE)), LIMITS, RATE)
 
 
 def test_wav_without_samples_is_empty_whatever_follows() -> None:
     after = b"LIST" + (400).to_bytes(4, "little") + b"INFO" + bytes(396)
-    whole = tone(0)
+    whole = wav(0, RATE)
     for file in (whole, whole[:4] + (len(whole + after) - 8).to_bytes(4, "little")
                  + whole[8:] + after):  # fmt: skip
         with pytest.raises(MediaInvalid, match="no samples"):
             decode_audio(file, LIMITS, RATE)
 
 
-def tone(seconds: float) -> bytes:
-    buffer = io.BytesIO()
-    samples = np.sin(np.arange(int(seconds * RATE)) / 9).astype(np.float32)
-    soundfile.write(buffer, samples, RATE, format="WAV")
-    return buffer.getvalue()
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Callable[[str], Any]:
-    from foveal_runtime.frontend.media.processors import ItemProcessor
-    from tests.support import tiny_processors
-
-    def find(name: str) -> Any:
-        processor = ItemProcessor(str(tiny_processors.save(name, tmp_path)), ModalitiesConfig())
-        processor.examine(b"n" * 16)
-        return processor
-
-    return find
-
-
 @pytest.mark.parametrize("name", ["qwen2_audio", "gemma3n", "gemma4"])
 def test_audio_that_a_processor_would_cut_off_is_refused(
-    load: Callable[[str], Any], name: str
+    loaded: Callable[[str], Any], name: str
 ) -> None:
     """A model heard the first 30 seconds and answered, as if there were no more."""
-    processor = load(name)
+    processor = loaded(name)[0]
     with pytest.raises(MediaTooLarge, match="hears no more than 30 s"):
-        processor.decode(2, tone(31), {})
-    heard = processor.decode(2, tone(30.2), {})
+        processor.decode(2, wav(31, RATE), {})
+    heard = processor.decode(2, wav(30.2, RATE), {})
     assert view_item(processor.process(2, heard, {})).header.embed_runs
 
 
 @pytest.mark.parametrize("name", ["audioflamingo3", "voxtral", "gemma4_unified"])
-def test_audio_that_a_processor_takes_whole_is_not(load: Callable[[str], Any], name: str) -> None:
-    processor = load(name)
+def test_audio_that_a_processor_takes_whole_is_not(loaded: Callable[[str], Any], name: str) -> None:
+    processor = loaded(name)[0]
     counts = []
     for seconds in (30, 61):
-        heard = processor.decode(2, tone(seconds), {})
+        heard = processor.decode(2, wav(seconds, RATE), {})
         counts.append(len(view_item(processor.process(2, heard, {})).header.replacement))
     assert counts[1] > counts[0]
 
 
-def test_audio_of_which_nothing_is_left_is_refused(load: Callable[[str], Any]) -> None:
+def test_audio_of_which_nothing_is_left_is_refused(loaded: Callable[[str], Any]) -> None:
     """Gemma 3n's processor made no features of ten milliseconds, and 188 tokens for them."""
-    processor = load("gemma3n")
+    processor = loaded("gemma3n")[0]
     with pytest.raises(MediaInvalid, match="too short"):
-        processor.process(2, processor.decode(2, tone(0.01), {}), {})
+        processor.process(2, processor.decode(2, wav(0.01, RATE), {}), {})

@@ -11,32 +11,13 @@ import pytest
 from PIL import Image
 
 from foveal_runtime.frontend.media.hashing import decode_data_url
-from foveal_runtime.plan.config import ModalitiesConfig
 from foveal_runtime.plan.errors import InvalidRequest
 from foveal_runtime.wire.item import view_item
 from tests.support.media_files import mp4
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers' processors
 
-Load = Callable[[str], Any]
-
-
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """name → ItemProcessor, examined once."""
-    from foveal_runtime.frontend.media.processors import ItemProcessor
-    from tests.support import tiny_processors
-
-    made: dict[str, Any] = {}
-
-    def find(name: str) -> Any:
-        if name not in made:
-            path = tiny_processors.save(name, tmp_path_factory.mktemp("models"))
-            made[name] = ItemProcessor(str(path), ModalitiesConfig())
-            made[name].examine(b"n" * 16)
-        return made[name]
-
-    return find
+Loaded = Callable[[str], Any]
 
 
 def video(num_frames: int) -> bytes:
@@ -54,42 +35,42 @@ def video(num_frames: int) -> bytes:
     ],
 )
 def test_options_choose_the_frames(
-    load: Load, name: str, options: dict[str, Any], indices: list[int]
+    loaded: Loaded, name: str, options: dict[str, Any], indices: list[int]
 ) -> None:
     """`fps` of Gemma 4 and `max_frames` of Qwen2-VL were passed over in silence."""
-    assert load(name).decode(1, video(60), options).indices == indices
+    assert loaded(name)[0].decode(1, video(60), options).indices == indices
 
 
 @pytest.mark.parametrize(
     ("name", "option"), [("glm4v", "num_frames"), ("glm46v", "fps"), ("qwen3_vl", "max_frames")]
 )
-def test_options_that_choose_nothing_are_refused(load: Load, name: str, option: str) -> None:
+def test_options_that_choose_nothing_are_refused(loaded: Loaded, name: str, option: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{option} is not an option"):
-        load(name).decode(1, video(60), {option: 4})
+        loaded(name)[0].decode(1, video(60), {option: 4})
 
 
 @pytest.mark.parametrize("num_frames", [1, 8])
-def test_what_cannot_be_sampled_names_the_option(load: Load, num_frames: int) -> None:
+def test_what_cannot_be_sampled_names_the_option(loaded: Loaded, num_frames: int) -> None:
     """It was said that the video cannot be read."""
     with pytest.raises(InvalidRequest, match="3 frames cannot be sampled so") as caught:
-        load("qwen2_vl").decode(1, video(3), {"num_frames": num_frames})
+        loaded("qwen2_vl")[0].decode(1, video(3), {"num_frames": num_frames})
     assert caught.value.param == "mm_processor_kwargs.num_frames"
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v", "gemma4"])
 @pytest.mark.parametrize("num_frames", [1, 2, 3])
-def test_short_videos_are_taken_whole(load: Load, name: str, num_frames: int) -> None:
-    processor = load(name)
+def test_short_videos_are_taken_whole(loaded: Loaded, name: str, num_frames: int) -> None:
+    processor = loaded(name)[0]
     frames = processor.decode(1, video(num_frames), {})
     assert set(frames.indices) == ({0} if name == "glm4v" else set(range(num_frames)))
     assert view_item(processor.process(1, frames, {})).header.embed_runs
 
 
-def test_one_image_is_a_video_too(load: Load) -> None:
+def test_one_image_is_a_video_too(loaded: Loaded) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (48, 32), (10, 20, 30)).save(buffer, "PNG")
     url = "data:video/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-    processor = load("qwen3_vl")
+    processor = loaded("qwen3_vl")[0]
     frames = processor.decode(1, decode_data_url(url, max_bytes=1 << 20), {})
     assert frames.pixels.shape == (2, 32, 48, 3)
     assert (frames.pixels == (10, 20, 30)).all()
