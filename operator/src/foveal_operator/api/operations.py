@@ -19,6 +19,11 @@ from foveal_operator.api.rules import (
     bounded,
 )
 
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Weight = Annotated[int, Meta(ge=0, le=1_000_000)]
+NumEngines = Annotated[int, Meta(ge=1, le=64)]
+Toggle = Literal["Auto", "Enabled", "Disabled"]
+
 
 class SecretKey(Part, frozen=True, kw_only=True):
     """One key of a Secret in the resource's namespace."""
@@ -46,11 +51,9 @@ class Rollout(Part, frozen=True, kw_only=True):
             "device first; Auto (default) surges when a device is free; OnDelete waits for you."
         ),
     ] = "Auto"
-    max_surge: Annotated[
-        Annotated[int, Meta(ge=1, le=64)], Meta(description="Engines above desired. Default: 1.")
-    ] = 1
+    max_surge: Annotated[NumEngines, Meta(description="Engines above desired. Default: 1.")] = 1
     max_unavailable: Annotated[
-        Annotated[int, Meta(ge=1, le=64)], Meta(description="Engines down at once. Default: 1.")
+        NumEngines, Meta(description="Engines down at once. Default: 1.")
     ] = 1
     drain_timeout_seconds: Annotated[
         Annotated[int, Meta(ge=0, le=3600)],
@@ -109,13 +112,8 @@ class RouteSplit(Part, frozen=True, kw_only=True):
     """Another MultiModalInference of the namespace that takes a share of the requests."""
 
     name: Annotated[ObjectName, Meta(description="Its name.")]
-    port: Annotated[
-        Annotated[int, Meta(ge=1, le=65_535)], Meta(description="Its port. Default: 8000.")
-    ] = 8000
-    weight: Annotated[
-        Annotated[int, Meta(ge=0, le=1_000_000)],
-        Meta(description="Its share, as httpRoute.weight."),
-    ]
+    port: Annotated[Port, Meta(description="Its port. Default: 8000.")] = 8000
+    weight: Annotated[Weight, Meta(description="Its share, as httpRoute.weight.")]
 
 
 class HttpRoute(Part, frozen=True, kw_only=True):
@@ -134,8 +132,7 @@ class HttpRoute(Part, frozen=True, kw_only=True):
         Meta(description="Requests to take, any of these; none = all of the host names."),
     ] = ()
     weight: Annotated[
-        Annotated[int, Meta(ge=0, le=1_000_000)],
-        Meta(description="Share of this resource beside those of splits. Default: 1."),
+        Weight, Meta(description="Share of this resource beside those of splits. Default: 1.")
     ] = 1
     splits: Annotated[
         Annotated[
@@ -150,9 +147,7 @@ class InferencePool(Part, frozen=True, kw_only=True):
     """An InferencePool over the frontends, for gateways with an endpoint picker."""
 
     endpoint_picker: Annotated[ObjectName, Meta(description="Service of the endpoint picker.")]
-    endpoint_picker_port: Annotated[
-        Annotated[int, Meta(ge=1, le=65_535)], Meta(description="Its port. Default: 9002.")
-    ] = 9002
+    endpoint_picker_port: Annotated[Port, Meta(description="Its port. Default: 9002.")] = 9002
 
 
 class ClientService(Part, frozen=True, kw_only=True):
@@ -309,15 +304,10 @@ _TOGGLE = "Auto (default): when the cluster has the API. Enabled, Disabled."
 class Observability(Part, frozen=True, kw_only=True):
     """Monitoring objects made for this resource."""
 
-    pod_monitor: Annotated[
-        Literal["Auto", "Enabled", "Disabled"], Meta(description="PodMonitor. " + _TOGGLE)
-    ] = "Auto"
-    prometheus_rule: Annotated[
-        Literal["Auto", "Enabled", "Disabled"], Meta(description="PrometheusRule. " + _TOGGLE)
-    ] = "Auto"
+    pod_monitor: Annotated[Toggle, Meta(description="PodMonitor. " + _TOGGLE)] = "Auto"
+    prometheus_rule: Annotated[Toggle, Meta(description="PrometheusRule. " + _TOGGLE)] = "Auto"
     dashboard: Annotated[
-        Literal["Auto", "Enabled", "Disabled"],
-        Meta(description="Dashboard ConfigMap. Auto (default): with the PodMonitor."),
+        Toggle, Meta(description="Dashboard ConfigMap. Auto (default): with the PodMonitor.")
     ] = "Auto"
     labels: Annotated[
         Annotated[dict[Annotated[str, Meta(max_length=63)], LabelValue], Meta(max_length=16)],

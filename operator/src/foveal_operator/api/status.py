@@ -17,7 +17,7 @@ Short = Annotated[str, Meta(max_length=253)]
 Long = Annotated[str, Meta(max_length=4096)]
 Time = Annotated[str, Meta(max_length=40, extra_json_schema={"format": "date-time"})]
 Count = Annotated[int, Meta(ge=0, le=2_147_483_647)]
-Bytes = Annotated[int, Meta(ge=0, extra_json_schema={"format": "int64"})]
+Int64 = Annotated[int, Meta(ge=0, extra_json_schema={"format": "int64"})]
 
 
 class Condition(Part, frozen=True, kw_only=True):
@@ -31,8 +31,7 @@ class Condition(Part, frozen=True, kw_only=True):
     ]
     message: Annotated[Long, Meta(description="Why, in words, and what to do next.")] = ""
     observed_generation: Annotated[
-        Annotated[int, Meta(ge=0, extra_json_schema={"format": "int64"})],
-        Meta(description="Generation of the spec that it speaks of."),
+        Int64, Meta(description="Generation of the spec that it speaks of.")
     ]
     last_transition_time: Annotated[Time, Meta(description="When its status last changed.")]
 
@@ -55,18 +54,17 @@ class RoleStatus(Part, frozen=True, kw_only=True):
 class Budget(Part, frozen=True, kw_only=True):
     """One figure of the plan, beside what was measured."""
 
-    bytes: Annotated[Bytes, Meta(description="Planned bytes.")]
+    bytes: Annotated[Int64, Meta(description="Planned bytes.")]
     display: Annotated[Short, Meta(description="The same in GiB.")]
-    measured_bytes: Annotated[Bytes | None, Meta(description="What the pods report.")] = None
+    measured_bytes: Annotated[Int64 | None, Meta(description="What the pods report.")] = None
     difference_bytes: Annotated[
         # What a double holds: tools that print a schema's bounds as one print these as they are.
         Annotated[int, Meta(ge=-(2**53), le=2**53, extra_json_schema={"format": "int64"})] | None,
         Meta(description="Measured less planned."),
     ] = None
-    items: Annotated[
-        Annotated[int, Meta(ge=0, extra_json_schema={"format": "int64"})] | None,
-        Meta(description="The same in embeddings, blocks or items."),
-    ] = None
+    items: Annotated[Int64 | None, Meta(description="The same in embeddings, blocks or items.")] = (
+        None
+    )
     source: Annotated[
         Literal["Derived", "Pinned", "Measured", "Shrunk"], Meta(description="Where it is from.")
     ]
@@ -111,8 +109,7 @@ class MultiModalInferenceStatus(Part, frozen=True, kw_only=True):
     """What the operator has seen and derived."""
 
     observed_generation: Annotated[
-        Annotated[int, Meta(ge=0, extra_json_schema={"format": "int64"})],
-        Meta(description="Generation of the spec that this status speaks of."),
+        Int64, Meta(description="Generation of the spec that this status speaks of.")
     ] = 0
     conditions: Annotated[
         Annotated[
