@@ -42,7 +42,7 @@ def test_help_is_as_it_is_kept(monkeypatch, capsys):
 
 def test_servers_are_compared_in_turn(tmp_path, capsys, rests):
     log = []
-    with OpenAIServer(log=log) as ours, OpenAIServer(log=log) as theirs:
+    with OpenAIServer(log=log).running() as ours, OpenAIServer(log=log).running() as theirs:
         file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
         code = bench(
             ours.url, "--compare", theirs.url, "--traces", "hits-30,text@2", "--rounds", "2",
@@ -71,7 +71,7 @@ def test_servers_are_compared_in_turn(tmp_path, capsys, rests):
 
 def test_a_server_can_be_compared_with_itself(tmp_path):
     """Its ratio is the noise of the machine."""
-    with OpenAIServer() as server:
+    with OpenAIServer().running() as server:
         file = tmp_path / "bench.json"
         arguments = ("--compare", server.url, "--traces", "text", "--json", file, *SMALL)
         assert bench(server.url, *arguments) == 0
@@ -112,14 +112,14 @@ def test_a_port_that_speaks_no_http_is_one_line(capsys):
 
 
 def test_a_folder_is_no_file_to_write(tmp_path, capsys):
-    with OpenAIServer() as server:
+    with OpenAIServer().running() as server:
         assert bench(server.url, "--json", tmp_path) == 2
         assert server.bodies == []
     assert "directory" in capsys.readouterr().err
 
 
 def test_different_replies_fail_where_they_should_be_equal(capsys):
-    with OpenAIServer() as ours, OpenAIServer(("a ", "c")) as theirs:
+    with OpenAIServer().running() as ours, OpenAIServer(("a ", "c")).running() as theirs:
         options = (ours.url, "--compare", theirs.url, "--traces", "text", *SMALL)
         assert bench(*options) == 0
         assert bench(*options, "--equal-replies") == 1
@@ -128,7 +128,7 @@ def test_different_replies_fail_where_they_should_be_equal(capsys):
 
 def test_each_server_gets_its_own_key(tmp_path):
     (tmp_path / "key").write_text("secret\n")
-    with OpenAIServer(key="secret") as ours, OpenAIServer() as theirs:
+    with OpenAIServer(key="secret").running() as ours, OpenAIServer().running() as theirs:
         options = ("--compare", theirs.url, "--traces", "text", *SMALL)
         assert bench(ours.url, "--api-key-file", tmp_path / "key", *options) == 0
     assert ours.keys == {"Bearer secret"}
@@ -137,7 +137,7 @@ def test_each_server_gets_its_own_key(tmp_path):
 
 def test_a_saved_trace_is_sent_again_as_it_was(tmp_path):
     file = tmp_path / "trace.jsonl"
-    with OpenAIServer() as server:
+    with OpenAIServer().running() as server:
         traces = "hits-30,multi-turn,partial-prefix"
         assert bench(server.url, "--traces", traces, "--save-trace", file, *SMALL) == 0
         first, server.bodies = server.bodies[4:], []  # four of a warm-up
@@ -155,7 +155,7 @@ def test_a_saved_trace_has_its_own_times_and_lengths(tmp_path, rests):
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     found = tmp_path / "bench.json"
-    with OpenAIServer() as server:
+    with OpenAIServer().running() as server:
         assert bench(server.url, "--replay", file, "--json", found, "--max-tokens", "7") == 0
     assert rests == [], "no other server was before it"
     assert [body["max_tokens"] for body in server.bodies[-2:]] == [3, 7]
@@ -170,7 +170,7 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runs, "run_all", interrupted)
-    with OpenAIServer() as server:
+    with OpenAIServer().running() as server:
         file = tmp_path / "bench.json"
         assert bench(server.url, "--traces", "text,mixed", "--json", file, *SMALL) == 130
     assert len(msgspec.json.decode(file.read_bytes(), type=Report).results) == 1
@@ -179,7 +179,7 @@ def test_what_was_measured_before_ctrl_c_is_shown_and_kept(tmp_path, monkeypatch
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(display, "find_spec", lambda name: None)
-    with OpenAIServer() as server:
+    with OpenAIServer().running() as server:
         assert bench(server.url, "--plot", "bench.png") == 2
     assert server.bodies == []
     assert capsys.readouterr().err == (
@@ -206,7 +206,7 @@ def test_a_rate_keeps_the_concurrency_that_was_asked_for(given, limit, monkeypat
 
     monkeypatch.setattr(Replay, "run", run)
     small = SMALL[: SMALL.index("--concurrency")]
-    with OpenAIServer() as server:
+    with OpenAIServer().running() as server:
         argv = ["--traces", "text,text@2", "--rate", "500", *small, *given]
         assert bench(server.url, *argv) == 0
     assert runs[1:] == [(limit, True), (2, True)], "the first one warms the server"
@@ -227,7 +227,7 @@ def test_a_full_disk_is_one_line_and_costs_no_result(option, tmp_path, capsys):
     """Measured results were lost in a traceback."""
     (tmp_path / "full.svg").symlink_to("/dev/full")
     file = tmp_path / "full.svg"
-    with OpenAIServer() as server:
+    with OpenAIServer().running() as server:
         assert bench(server.url, "--traces", "text", option, file, *SMALL) == 2
     said = capsys.readouterr()
     last = said.err.splitlines()[-1]  # those before tell the progress

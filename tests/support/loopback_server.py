@@ -1,4 +1,4 @@
-"""What the stores of models that tests start have in common: a hub, a bucket, a registry."""
+"""What the HTTP servers that tests start have in common: stores of models, sites, an OpenAI API."""
 
 from __future__ import annotations
 

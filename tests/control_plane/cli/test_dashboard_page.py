@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from html.parser import HTMLParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,55 +35,33 @@ from foveal_operator.cli.dashboard.scales import NOTHING, text_of, time_axis, va
 from foveal_operator.cli.dashboard.sources import Direct, SourceError
 from tests.support import metric_samples
 from tests.support.dashboard_page import world_page, world_store
+from tests.support.loopback_server import LoopbackHandler, LoopbackServer
 
 Answer = Callable[[str], tuple[int, str]]
 
 
-class Site:
-    """An HTTP server on this machine; `answer` says what a path is worth."""
+class Site(LoopbackServer):
+    """`answer` says what a path is worth."""
 
     def __init__(self, answer: Answer) -> None:
+        super().__init__(_Page)
+        self.answer = answer
         self.asked: list[tuple[str, str]] = []
-        outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.asked.append((self.path, self.headers.get("Authorization", "")))
-                status, text = answer(self.path)
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", text)
-                body = text.encode()
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
 
-            def log_message(self, *_: Any) -> None:
-                return
+class _Page(LoopbackHandler):
+    server: Site
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers.get("Authorization", "")))
+        status, text = self.server.answer(self.path)
+        self.send(status, text.encode(), {"Location": text} if status == 302 else None)
 
 
 @pytest.fixture
 def site() -> Iterator[Callable[[Answer], Site]]:
-    made: list[Site] = []
-
-    def make(answer: Answer) -> Site:
-        made.append(Site(answer))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with ExitStack() as running:
+        yield lambda answer: running.enter_context(Site(answer).running())
 
 
 def moving_metrics() -> Answer:

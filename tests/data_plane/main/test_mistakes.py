@@ -360,7 +360,7 @@ def test_benches(desk: Desk, arguments: list[str], said: str) -> None:
 
 
 def test_a_bench_of_something_that_is_no_such_server(desk: Desk) -> None:
-    with OpenAIServer(key="right", models=("m", "n")) as server:
+    with OpenAIServer(key="right", models=("m", "n")).running() as server:
         url = server.url
         assert desk.run("bench", url) == refused(f"{url} wants an API key: give --api-key-file")
         (desk.folder / "key").write_text("wrong")
