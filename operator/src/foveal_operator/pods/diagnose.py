@@ -16,6 +16,7 @@ from foveal_operator.api.reasons import Reason
 from foveal_operator.api.status import Failure
 from foveal_operator.common.clock import seconds
 from foveal_operator.kube.types import Obj, condition
+from foveal_runtime.plan.quantity import mebibytes
 
 EXIT_STARTUP_ERROR = 2
 EXIT_SIGBUS = 128 + 7
@@ -271,7 +272,7 @@ def _failure(pod: Obj, container: Obj, ended: Obj, peaks: Mapping[str, int]) -> 
     pod_name = pod["metadata"]["name"]
     peak = found[1][:64] if found else ""
     if not peak and pod_name in peaks:
-        peak = f"{-(-peaks[pod_name] // (1 << 20))}Mi"
+        peak = mebibytes(peaks[pod_name])
     reason = _of_exit(ended) or reasons.CRASHED
     return Failure(
         pod=pod_name,

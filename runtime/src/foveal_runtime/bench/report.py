@@ -10,8 +10,7 @@ import msgspec
 
 from foveal_runtime.bench.result import RunResult
 from foveal_runtime.bench.stats import Spread, paired_ratio
-
-MIB = 1024**2
+from foveal_runtime.plan.config import MIB
 
 
 class ServerFacts(msgspec.Struct, kw_only=True):

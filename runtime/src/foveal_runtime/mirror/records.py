@@ -13,6 +13,7 @@ import msgspec
 
 from foveal_runtime.mirror.messages import Death, EngineHeartbeat, RequestId, Up, Welcome
 from foveal_runtime.mirror.store import Buffer, Value
+from foveal_runtime.plan.config import MIB
 from foveal_runtime.plan.media import MMHash
 
 
@@ -106,9 +107,6 @@ class DownEvent:
     heartbeat: EngineHeartbeat | None = None
     death: Death | None = None
     has_refusals: bool = False
-
-
-MIB = 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-_MIB = 1024**2
+from foveal_runtime.plan.config import MIB
+
 _UNLIMITED = 1 << 60
 
 
@@ -153,7 +154,7 @@ def _device_sizes() -> dict[str, int]:
         return {}
     rows = [line.replace(" ", "").split(",") for line in out.stdout.splitlines()]
     return {
-        row[0]: int(row[1]) * _MIB if row[1].isdigit() and "Enabled" not in row[2:] else 0
+        row[0]: int(row[1]) * MIB if row[1].isdigit() and "Enabled" not in row[2:] else 0
         for row in rows
         if row[1:]
     }

@@ -80,6 +80,11 @@ def format_bytes(size_bytes: int) -> str:
     return str(size_bytes)
 
 
+def mebibytes(size_bytes: int) -> str:
+    """The quantity in whole Mi, rounded up."""
+    return f"{-(-size_bytes // (1 << 20))}Mi"
+
+
 def format_millicores(millicores: int) -> str:
     return str(millicores // 1000) if millicores % 1000 == 0 else f"{millicores}m"
 

@@ -13,6 +13,7 @@ import os
 import threading
 from pathlib import Path
 
+from foveal_runtime.plan.quantity import mebibytes
 from foveal_runtime.telemetry.memory import ContainerMemory
 
 PATH_VARIABLE = "FOVEAL_TERMINATION_LOG"
@@ -56,10 +57,10 @@ class TerminationMessage(logging.Handler):
 
     def _write(self, line: str) -> None:
         self._written_bytes = self._memory.peak_bytes()
-        text = f"memory_peak={_mebibytes(self._written_bytes)}"
+        text = f"memory_peak={mebibytes(self._written_bytes)}"
         limit_bytes = self._memory.limit_bytes()
         if limit_bytes:
-            text += f" memory_limit={_mebibytes(limit_bytes)}"
+            text += f" memory_limit={mebibytes(limit_bytes)}"
         with contextlib.suppress(OSError):
             self._path.write_text(f"{text}\n{line}\n" if line else f"{text}\n")
 
@@ -80,10 +81,6 @@ class TerminationMessage(logging.Handler):
     def _watch(self) -> None:
         while not self._stop.wait(INTERVAL_SECONDS):
             self.look()
-
-
-def _mebibytes(size_bytes: int) -> str:
-    return f"{-(-size_bytes // (1 << 20))}Mi"
 
 
 def keep_termination_message(memory: ContainerMemory) -> TerminationMessage | None:

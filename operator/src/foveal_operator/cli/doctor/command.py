@@ -38,6 +38,7 @@ from foveal_operator.common.errors import EXIT_NO, EXIT_OK, ClusterAnswerError
 from foveal_operator.common.versions import installed_version
 from foveal_operator.kube.reader import NotConfiguredError, Reader
 from foveal_runtime.plan import machine
+from foveal_runtime.plan.config import GIB, MIB
 from foveal_runtime.plan.machine import Machine
 from foveal_runtime.plan.quantity import short_bytes
 
@@ -107,9 +108,8 @@ def cluster_findings(reader: Reader) -> Iterator[Finding]:
         yield fail("cluster", str(error), "check the kubeconfig's server, the network and the user")
 
 
-_GIB = 1024**3
-MIN_MEMORY_BYTES = 4 * _GIB
-MIN_SHM_BYTES = 64 * 1024**2
+MIN_MEMORY_BYTES = 4 * GIB
+MIN_SHM_BYTES = 64 * MIB
 _ENGINE = ("torch", "transformers", "safetensors", "zmq")
 _FRONTEND = ("fastapi", "uvicorn", "zmq", "PIL", "transformers")
 
