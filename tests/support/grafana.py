@@ -31,7 +31,7 @@ from foveal_operator.observability.alerts import RUNBOOKS
 from foveal_operator.observability.boards import BOARDS
 from foveal_operator.observability.boards.overview import OVERVIEW
 from foveal_operator.observability.panel import Board, Panel, Query, Shape, Unit
-from foveal_operator.observability.promql import DASHBOARD, OPERATOR_DASHBOARD, has_exemplars
+from foveal_operator.observability.promql import DASHBOARD, KNOWN, OPERATOR_DASHBOARD
 
 _SOURCE = dm.DataSourceRef("prometheus", "${datasource}")
 _VARIABLES = {
@@ -261,4 +261,6 @@ def _query(query: Query, ref: str) -> prometheus.Dataquery:
     made = prometheus.Dataquery().expr(query.expr).ref_id(ref).datasource(_SOURCE)
     if query.legend:
         made = made.legend_format(query.legend)
-    return made.range().exemplar(True) if has_exemplars(query.expr) else made.range()
+    traced = (name for name, metric in KNOWN.items() if metric.is_traced)
+    has_exemplars = any(f"{name}_bucket" in query.expr for name in traced)
+    return made.range().exemplar(True) if has_exemplars else made.range()

@@ -158,11 +158,6 @@ def _matcher(label: str, value: str) -> str:
     return f'{label}="{value}"'
 
 
-def has_exemplars(expr: str) -> bool:
-    """Whether it reads the buckets of a histogram that keeps traces of requests."""
-    return any(f"{name}_bucket" in expr for name, metric in KNOWN.items() if metric.is_traced)
-
-
 DASHBOARD = Scope('=~"$namespace"', '=~"$resource"', '=~"$pod"', window="$__rate_interval")
 RESOURCE = Scope('="@namespace@"', '="@resource@"')
 """Alert rules of one resource: the tokens are filled in by manifests/monitoring.py."""
