@@ -16,6 +16,8 @@
     │   ├── MediaForbidden           403  media_forbidden     (host, scheme or path not allowed)
     │   ├── MediaConflict            409  media_conflict      (a uuid rebound to other content)
     │   ├── AuthenticationFailed     401  invalid_api_key
+    │   ├── RequestQuarantined       422  request_quarantined (it ended engines before)
+    │   ├── UploadTooSlow            408  upload_too_slow
     │   └── NotFound                 404  not_found
     ├── RetryLater                   the service is busy or changing (HTTP 429 / 503 + Retry-After)
     │   ├── RateLimited              429  rate_limit_exceeded
