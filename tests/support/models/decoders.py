@@ -60,6 +60,7 @@ TAKEN = {
     "qwen2_moe": {
         **ROUTED,
         "shared_expert_intermediate_size": 80,
+        "norm_topk_prob": False,
         "hidden_size": 128,
         "num_attention_heads": 8,
     },

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from foveal_runtime.model.attention import KVPool, LayerGeometry
 from foveal_runtime.model.checkpoint.blocked import product_of
@@ -192,11 +193,17 @@ def _used_by(router: Any) -> tuple[int, bool]:
     weight: Any = getattr(router, "weight", None)
     if [name for name, _ in router.named_parameters()] != ["weight"] or weight.dim() != 2:
         raise Unlike("its router is another")
-    found = router(torch.randn(4, weight.shape[1]).to(weight.dtype))
+    rows = torch.randn(4, weight.shape[1]).to(weight.dtype)
+    found = router(rows)
     if not isinstance(found, tuple) or len(found) != 3 or found[1].shape != found[2].shape:
         raise Unlike("its router is another")
-    sums = found[1].float().sum(-1)
-    return found[2].shape[-1], bool((sums - 1).abs().max() < 0.02)
+    num_used = found[2].shape[-1]
+    factors = functional.linear(rows, weight).float().softmax(-1).topk(num_used).values
+    apart = [
+        float((found[1].float().sort(descending=True).values - one).abs().max())
+        for one in (factors, factors / factors.sum(-1, keepdim=True))
+    ]
+    return num_used, apart[1] < apart[0]
 
 
 def _activation_of(layer: nn.Module, gate: nn.Module) -> Activation:
