@@ -125,6 +125,31 @@ def test_quantised_experts(kind, dtype, kernel) -> None:
     check_rows(made, experts, weights, 128, dtype)
 
 
+def test_rows_of_a_type_that_the_kernel_lacks_are_computed_one_by_one() -> None:
+    """float16, in which AWQ's files are: engines failed at their first step."""
+    holder = nn.ModuleDict({"experts": experts_of(64, 32, torch.float16)})
+    assert quantize_experts(holder, "int8", block_layer) == 1
+    (made,) = quantized_experts(holder)
+    rows, which, factors = inputs(3, 64, torch.float32)
+    assert not made.use_kernel(torch.float16)
+    out = made(rows.half(), which, factors.half())
+    assert made.use_kernel(torch.float32)
+    torch.testing.assert_close(out.float(), made(rows, which, factors), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(made(rows.half(), which, factors.half()), out)
+
+
+def test_a_router_that_is_called_otherwise_keeps_its_modules(bench, checkpoints, monkeypatch):
+    """MiniMax M2's takes a correction beside the rows: engines failed to start."""
+    more = {"intermediate_size": 32, "num_local_experts": 4}
+    sizes = {k: v for k, v in SIZES.items() if k not in ("num_experts", "moe_intermediate_size")}
+    config = transformers.AutoConfig.for_model("minimax_m2", **sizes, **more)
+    monkeypatch.setitem(checkpoints.CASES, "minimax_small", checkpoints.Case(lambda: config))
+    one = bench("minimax_small", attention="auto")
+    assert one.runner.forward.decoder_layers is None
+    for job, prompt in jobs_of(one):
+        one.check(job, prompt)
+
+
 def test_blocks_of_another_width_are_computed_one_by_one() -> None:
     """96 outputs are laid out in blocks of 48, of which 64 hold no whole number."""
     holder = nn.ModuleDict({"experts": experts_of(96, 64, torch.float32)})

@@ -168,7 +168,8 @@ def _activations(
     Residual, normed input and three float32 temporaries of the norm; then either projections,
     rotated copies and output of attention, or four intermediates of the MLP, which ranks share; on
     CPUs one mask row over the context, as bool and as float32. Of each expert that a token goes to,
-    four copies of its row, or one and four intermediates. A Mamba-2 mixer's pieces.
+    four copies of its row, or one and four intermediates; on CPUs what the kernel takes of each
+    pair of a row and an expert, where that is more. A Mamba-2 mixer's pieces.
     """
     text = loaded.text_config
     width, context = int(text.hidden_size), int(text.max_position_embeddings)
@@ -183,6 +184,10 @@ def _activations(
         each = getattr(text, "moe_intermediate_size", 0) or inner
         each = int(max(each) if isinstance(each, list | tuple) else each)
         experts = routed * max(4 * width, width + 4 * each)
+        if device == "cpu":  # rows as numbers of two types, and one more expert for all
+            shared = int(getattr(text, "shared_expert_intermediate_size", 0) or 0)
+            pairs = (routed + bool(shared)) * (width + max(each, shared))
+            experts = max(experts, 3 * pairs)
     whole = 12 * width + 2 * width * itemsize
     # Inputs of single layers: looked up, projected and added for all layers at once.
     inputs = int(getattr(text, "hidden_size_per_layer_input", 0) or 0) * text.num_hidden_layers

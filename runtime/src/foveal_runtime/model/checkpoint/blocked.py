@@ -235,23 +235,20 @@ def _codes(layer: QuantizedLinear, start: int, stop: int) -> Codes:
 CODES[BLOCKED] = _codes
 
 
-def product_of(layer: QuantizedLinear, part: int = 0, parts: int = 1) -> Product | None:
-    """As the kernels take it, or one of `parts` equal parts of its outputs; None for what they
-    cannot read. The addresses are good while the layer keeps its buffers."""
+def product_of(layer: QuantizedLinear) -> Product | None:
+    """As the kernels take it, or None for one that they cannot read. The addresses are good while
+    the layer keeps its buffers."""
     if layer.layout.kind != BLOCKED:
         return None
-    outs, wide = layer.out_features // parts, layer.layout.rows
-    if parts > 1 and outs % wide:
-        return None
-    zeros, bias, first = getattr(layer, "zeros", None), layer.bias, part * outs // wide
+    zeros, bias, wide = getattr(layer, "zeros", None), layer.bias, layer.layout.rows
     each = _WORD_CODES if layer.layout.bits == 4 else 1
     return Product(
-        weight=layer.codes[first:].data_ptr(),
-        bias=None if bias is None else bias[part * outs :].data_ptr(),
-        scales=layer.scales[first:].data_ptr(),
-        zeros=None if zeros is None else zeros[first:].data_ptr(),
+        weight=layer.codes.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        scales=layer.scales.data_ptr(),
+        zeros=None if zeros is None else zeros.data_ptr(),
         ins=layer.in_features,
-        outs=outs,
+        outs=layer.out_features,
         wide=wide,
         deep=layer.layout.columns,
         bits=layer.layout.bits,

@@ -34,6 +34,7 @@ from foveal_runtime.model.checkpoint.quantized import StoredAs
 from foveal_runtime.model.checkpoint.weights import StoredTensor, file_header, weight_files
 from foveal_runtime.model.cpu.experts import BLOCK, Experts, kernel_activation
 from foveal_runtime.model.cpu.kernels import Product
+from foveal_runtime.model.cpu.packing import DTYPES
 from foveal_runtime.telemetry.memory import trim_heap
 
 _SINGLE = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
@@ -99,6 +100,7 @@ class QuantizedExperts(nn.ModuleList):  # type: ignore[misc]
         self._apply_gate = gate or (lambda rows: _default_apply_gate(experts, rows))
         self._find_activation = functools.partial(kernel_activation, experts)
         self.whole: Experts | None = None
+        self._dtype: torch.dtype | None = None
         experts._parameters.clear()
 
     def fill(self, read: Read) -> None:
@@ -117,12 +119,13 @@ class QuantizedExperts(nn.ModuleList):  # type: ignore[misc]
     def use_kernel(self, dtype: torch.dtype) -> bool:
         """Whether rows of `dtype` are computed by one call of the C kernel from now on, which reads
         the layers' buffers where they are."""
+        self._dtype = dtype
         found = [_products(layers, dtype) for layers in self]
         products = [one for one in found if one is not None]
         sizes = {tuple((p.ins, p.outs, p.wide, p.bits) for p in one) for one in products}
         activation = self._find_activation()
         fits = len(products) == len(found) and len(sizes) == 1 and not BLOCK % products[0][-1].wide
-        if activation is not None and fits:
+        if activation is not None and fits and dtype in DTYPES:
             self.whole = Experts(products, activation)
         return self.whole is not None
 
@@ -131,7 +134,7 @@ class QuantizedExperts(nn.ModuleList):  # type: ignore[misc]
     ) -> torch.Tensor:
         if hidden_states.is_meta:
             return torch.empty_like(hidden_states)
-        if self.whole is not None:
+        if self.whole is not None and hidden_states.dtype == self._dtype:
             return self.whole(hidden_states, top_k_index, top_k_weights)
         numbers, places = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(numbers, minlength=len(self)).tolist()
@@ -162,13 +165,10 @@ def _products(layers: Any, dtype: torch.dtype) -> tuple[Product, ...] | None:
     """An expert's (gate, up, down) as the C kernel takes them; None where it cannot."""
     if any(one.bias is not None and one.bias.dtype != dtype for one in layers.values()):
         return None
-    if "gate_up_proj" in layers:
-        found = [product_of(layers["gate_up_proj"], part, 2) for part in range(2)]
-    else:
-        found = [product_of(layers[name]) for name in ("gate_proj", "up_proj")]
-    found.append(product_of(layers["down_proj"]))
+    names = ("gate_proj", "up_proj", "down_proj")
+    found = [product_of(layers[name]) for name in names if name in layers]
     known = tuple(one for one in found if one is not None)
-    return known if len(known) == len(found) else None
+    return known if len(known) == len(names) else None
 
 
 class RepeatedExperts(QuantizedExperts):
@@ -240,8 +240,9 @@ def _quantized_layers(
     if not getattr(experts, "is_concatenated", True):
         names = ["gate_up_proj", "down_proj"]
     is_flipped = has_inputs_first(experts)
+    first: dict[str, QuantizedLinear] = {}  # on torch's meta device all others are like it
     for number in range(len(experts.down_proj)):
-        layers = {}
+        layers: dict[str, nn.Module] = {}
         for name in names:
             linear = linear_of(experts, name)
             stack = _STACKS.get(name, name)
@@ -252,7 +253,11 @@ def _quantized_layers(
             linear.weight = nn.Parameter(weight, requires_grad=False)
             if (bias := getattr(experts, f"{stack}_bias", None)) is not None:
                 linear.bias = nn.Parameter(bias[number, some].clone(), requires_grad=False)
-            layers[name] = quantize_linear(linear, kind)
+            if (like := first.get(name)) is not None and weight.is_meta:
+                buffers = dict(like.named_buffers(recurse=False))
+                layers[name] = QuantizedLinear(linear, like.layout, buffers)
+                continue
+            layers[name] = first[name] = quantize_linear(linear, kind)
             if lay_out is not None:
                 lay_out(layers[name])
         yield nn.ModuleDict(layers)

@@ -46,7 +46,7 @@ BLOCK = 64
 """Outputs that the kernel adds up at once: a whole number of the last products' blocks."""
 _WIDTHS, _DEPTHS = (BLOCK, 32, 16), (64, 32, 16, 8, 4, 2)
 """Of blocks, the first that leaves no rest."""
-_TRIED_ROWS = 5
+_TRIED_ROWS, _TRIED_EXPERTS = 5, 8
 _log = logging.getLogger(__name__)
 
 
@@ -180,7 +180,7 @@ def _packed(experts: Any) -> PackedExperts | None:
     width = ends[0] if not experts.is_transposed else ends[1]
     rows = torch.randn(_TRIED_ROWS, width).to(dtype)
     orders = [torch.randperm(num_experts) for _ in rows]
-    which = torch.stack(orders)[:, : max(1, num_experts // 2)]
+    which = torch.stack(orders)[:, : min(_TRIED_EXPERTS, max(1, num_experts // 2))]
     factors = torch.rand(which.shape).to(dtype)
     try:
         wanted = experts(rows, which, factors)

@@ -346,10 +346,10 @@ def make_decoder_layers(
         _log.info("small steps are computed by modules: %s", kernel)
         return None
     try:
-        made = DecoderLayers(loaded, layers, kernel, states)
         if pool.dtype != loaded.dtype or pool.compute_dtype != loaded.dtype:
             raise Unlike("the KV cache has another dtype than the model")
         with trying():
+            made = DecoderLayers(loaded, layers, kernel, states)
             q_lens, kv_lens = zip(*_TRIED, strict=True)
             _try(made, Trial(loaded, layers, q_lens=q_lens, kv_lens=kv_lens, states=states))
     except Unlike as reason:

@@ -158,11 +158,12 @@ class _Routed:
         self.experts = list(whole.each)
         if (shared := parts.get("shared")) is not None:
             self.experts.append(Expert(*(_product(parts[name], dtype) for name in _MLP)))
-        weights = [parts[name].weight for name in ("router", "shared") if name in parts]
-        if any(one.dtype != dtype or not one.is_contiguous() for one in weights):
+        weights = [getattr(parts[name], "weight", None) for name in ("router", "shared")
+                   if name in parts]  # fmt: skip
+        if any(one is None or one.dtype != dtype or not one.is_contiguous() for one in weights):
             raise Unlike("its router is another")
         self._made = (Expert * len(self.experts))(*self.experts)
-        num_used, normalises = _used_by(self.router)
+        num_used, normalises, kept_as = _used_by(self.router)
         self.routing = Routing(
             scores=self.router.weight.data_ptr(),
             shared=None if shared is None else shared.weight.data_ptr(),
@@ -171,6 +172,7 @@ class _Routed:
             num_used=num_used,
             activation=whole.activation,
             normalises=normalises,
+            rounds=kept_as == dtype,
         )
 
     @property
@@ -188,8 +190,9 @@ class _Routed:
         )
 
 
-def _used_by(router: Any) -> tuple[int, bool]:
-    """How many experts a row goes to, and whether their factors add up to 1. Raises Unlike."""
+def _used_by(router: Any) -> tuple[int, bool, torch.dtype]:
+    """How many experts a row goes to, whether their factors add up to 1, and the factors' type.
+    Raises Unlike."""
     weight: Any = getattr(router, "weight", None)
     if [name for name, _ in router.named_parameters()] != ["weight"] or weight.dim() != 2:
         raise Unlike("its router is another")
@@ -203,7 +206,7 @@ def _used_by(router: Any) -> tuple[int, bool]:
         float((found[1].float().sort(descending=True).values - one).abs().max())
         for one in (factors, factors / factors.sum(-1, keepdim=True))
     ]
-    return num_used, apart[1] < apart[0]
+    return num_used, apart[1] < apart[0], found[1].dtype
 
 
 def _activation_of(layer: nn.Module, gate: nn.Module) -> Activation:

@@ -143,7 +143,7 @@ class Routing(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("scores", "shared", "experts")),
         *((name, ctypes.c_int32) for name in (
-            "num_experts", "num_used", "activation", "normalises")),
+            "num_experts", "num_used", "activation", "normalises", "rounds")),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ typedef struct {
     const Expert *experts;  /* where there is `shared`, one more, which all rows go to */
     int32_t num_experts, num_used, activation;
     int32_t normalises;     /* the factors of the experts used add up to 1 */
+    int32_t rounds;         /* and are of dtype; else float32 numbers */
 } Routing;
 
 /* Experts, and pairs of a row, with the one that all rows go to. */
@@ -70,8 +71,10 @@ static void choose(int dtype, const Routing *routing, const Inputs *row, int wid
         chosen += factors[j];
         scores[best] = -INFINITY;
     }
-    for (int j = 0; j < used; j++)
-        factors[j] = rounded_one(dtype, routing->normalises ? factors[j] / chosen : factors[j]);
+    for (int j = 0; j < used; j++) {
+        if (routing->normalises) factors[j] /= chosen;
+        if (routing->rounds) factors[j] = rounded_one(dtype, factors[j]);
+    }
     if (!routing->shared) return;
     const float gate = rounded_one(dtype, dtype == FLOAT32 ? dot(FLOAT32, routing->shared, 0, row, width)
                                                            : dot(BFLOAT16, routing->shared, 0, row, width));
