@@ -81,7 +81,7 @@ KERNEL_ACTIVATIONS = {
     Activation("gelu", "none"): 2,
     Activation("relu"): 3,
 }
-"""As the C kernels take them (`kernels/activations.h`)."""
+"""As the C kernels take them (`kernels/linear.h`)."""
 
 
 class Repacked(nn.Module):  # type: ignore[misc]

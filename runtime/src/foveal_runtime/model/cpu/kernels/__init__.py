@@ -138,7 +138,7 @@ class ExpertsJob(ctypes.Structure):
 
 
 class Routing(ctypes.Structure):
-    """Mirrors `Routing` in routing.h."""
+    """Mirrors `Routing` in experts.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("scores", "shared", "experts")),

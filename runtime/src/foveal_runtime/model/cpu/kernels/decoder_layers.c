@@ -19,11 +19,10 @@
 #include <sched.h>
 #endif
 
-#include "activations.h"
 #include "chunks.h"
 #include "delta_rule.h"
+#include "experts.h"
 #include "linear.h"
-#include "routing.h"
 #include "rows.h"
 
 #define SPINS 2000     /* turns before a thread that waits sleeps: some tens of microseconds */
